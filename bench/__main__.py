@@ -1,0 +1,28 @@
+"""Which figures does the project quote, and how are they measured? One JSON line each."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+
+PARTS = {
+    "engine": "the engine alone: prefill and decode speed beside a plain torch loop in the same run",
+    "service": "all eight services over HTTP: throughput beside the engine alone, added latency, idle memory",
+    "kvstore": "the KV store: segments beside plain files, lookups beside an empty RPC",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser.add_argument("parts", nargs="*", help="; ".join(f"{name}: {text}" for name, text in PARTS.items()))
+    wanted = parser.parse_args().parts or list(PARTS)
+    if unknown := [name for name in wanted if name not in PARTS]:
+        raise SystemExit(f"no such part: {', '.join(unknown)}; there are {', '.join(PARTS)}")
+    # Each part is a process of its own: no part runs with another's threads or memory.
+    codes = [subprocess.run([sys.executable, "-m", f"bench.{name}"], check=False).returncode for name in wanted]
+    sys.exit(max(codes))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""What does one process answer, without any service: the yardstick of every path?"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from e2e.client import Sampling
+from kernels.batch import SamplingParams
+from kernels.executor import Executor
+from kernels.generate import GenerateRequest, Generator
+
+_WHOLE_PROMPT_TOKENS = 8192
+_NUM_BLOCKS = 64
+
+
+def one_process(
+    model_dir: Path,
+    prompts: Mapping[str, Sequence[int]],
+    *,
+    samplings: Sequence[Sampling],
+    max_tokens: int,
+    dtype: Literal["bf16", "fp32", "int8"],
+    chunk_tokens: int | None = None,
+) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Answer each prompt alone, in chunks of `chunk_tokens` (None: whole). Returns sampling -> prompt -> token ids."""
+    executor = Executor.load(model_dir, dtype=dtype, num_blocks=_NUM_BLOCKS, threads=2)
+    generator = Generator(executor, chunk_tokens=chunk_tokens or _WHOLE_PROMPT_TOKENS)
+    found: dict[str, dict[str, tuple[int, ...]]] = {}
+    for sampling in samplings:
+        params = SamplingParams(**dict(sampling.fields))  # type: ignore[arg-type]  # the API's names are the engine's
+        answers = found.setdefault(sampling.name, {})
+        for name, token_ids in prompts.items():
+            request = GenerateRequest(token_ids=token_ids, sampling=params, max_tokens=max_tokens)
+            answers[name] = generator.generate([request])[0].token_ids
+    # Half a gigabyte of weights must not stay while the services load theirs.
+    del generator, executor
+    gc.collect()
+    return found

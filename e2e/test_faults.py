@@ -1,0 +1,183 @@
+"""What still works while a part of the suite is down, and what comes back?"""
+
+import asyncio
+import os
+import secrets
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from e2e.client import complete, model_name
+from e2e.suite import Suite
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.asyncio(loop_scope="module")]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def suite(model_dir, tmp_path_factory):
+    async with Suite.running(tmp_path_factory.mktemp("faults"), model=model_dir, dtype="bf16") as running:
+        yield running
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def client(suite):
+    async with httpx.AsyncClient(base_url=suite.base_url, timeout=60) as client:
+        yield client
+
+
+def fresh_ids(num_tokens: int) -> list[int]:
+    return [100 + secrets.randbelow(40_000) for _ in range(num_tokens)]
+
+
+async def until_served(client: httpx.AsyncClient, seconds: float = 60.0) -> None:
+    """Wait until a one-token request succeeds again."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            await complete(client, fresh_ids(5), max_tokens=2)
+        except (AssertionError, httpx.HTTPError, IndexError, KeyError):
+            assert time.monotonic() < deadline, "the suite did not come back"
+            await asyncio.sleep(0.3)
+        else:
+            return
+
+
+async def stored_blocks(suite: Suite, at_least: int) -> None:
+    """Wait for the asynchronous write-back."""
+    for _ in range(100):
+        if (await suite.kvstore_stats()).num_blocks >= at_least:
+            return
+        await asyncio.sleep(0.1)
+    pytest.fail(f"kvstore has {(await suite.kvstore_stats()).num_blocks} blocks, expected {at_least}")
+
+
+async def cold_engines(suite: Suite, client: httpx.AsyncClient) -> None:
+    """Restart prefill, so that only the store can hit."""
+    await suite.restart("prefill-0")
+    await until_served(client)
+
+
+async def test_a_restarted_store_keeps_its_hits(suite, client):
+    """kvstore killed and started again: the second request is still served from it, with the same tokens."""
+    ids = fresh_ids(300)
+    before = (await suite.kvstore_stats()).num_blocks
+    cold = await complete(client, ids, max_tokens=4)
+    await stored_blocks(suite, before + 2)
+    await suite.restart("kvstore-0", signal.SIGKILL)
+    await cold_engines(suite, client)
+
+    warm = await complete(client, ids, max_tokens=4)
+    assert (0, 256) == (cold.cached_tokens, warm.cached_tokens)
+    assert cold.token_ids == warm.token_ids
+
+
+async def test_a_damaged_block_is_a_miss_and_never_wrong_text(suite, client):
+    """One flipped byte in the middle of a segment: fewer cached tokens, the same answer."""
+    ids = fresh_ids(300)
+    before = (await suite.kvstore_stats()).num_blocks
+    cold = await complete(client, ids, max_tokens=6)
+    await stored_blocks(suite, before + 2)
+    segments = sorted(Path(suite.folder, ".fathom", "kv").rglob("*.seg"), key=os.path.getmtime)
+    assert segments
+    # Both blocks of this prompt are the newest records of the newest segment: damage a byte of each.
+    stats = await suite.kvstore_stats()
+    block_bytes = stats.disk_bytes // stats.num_blocks
+    newest = segments[-1]
+    for end in (block_bytes // 2, block_bytes + block_bytes // 2):
+        flip_byte(newest, newest.stat().st_size - end)
+    await cold_engines(suite, client)
+
+    again = await complete(client, ids, max_tokens=6)
+    assert 0 == again.cached_tokens
+    assert cold.token_ids == again.token_ids
+    assert 0 < (await suite.kvstore_stats()).num_damaged
+
+
+def flip_byte(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 0x5A]))
+
+
+async def lose(
+    suite: Suite, client: httpx.AsyncClient, replica: str, body: dict[str, Any]
+) -> tuple[int, list[str], float]:
+    """Stream a request and kill the replica under it; return status, lines, and seconds from the kill to the end."""
+    killed_at = 0.0
+
+    async def kill() -> None:
+        nonlocal killed_at
+        await suite.kill(replica)
+        killed_at = time.monotonic()
+
+    early = asyncio.create_task(asyncio.sleep(0.3))
+    if replica == "prefill-0":  # while the prompt is computed: the status line has not been sent yet
+        early.add_done_callback(lambda _: tasks.append(asyncio.create_task(kill())))
+    tasks: list[asyncio.Task[None]] = []
+    lines: list[str] = []
+    async with client.stream("POST", "/v1/completions", json=body) as reply:
+        async for line in reply.aiter_lines():
+            lines += [line] if line else []
+            if replica == "decode-0" and len(lines) == 3:
+                await kill()
+    return reply.status_code, lines, time.monotonic() - killed_at
+
+
+@pytest.mark.parametrize(("replica", "status"), [("prefill-0", 503), ("decode-0", 200)])
+async def test_a_lost_replica_is_an_error_within_two_seconds(suite, client, replica, status):
+    """Killed under a request: 503 before headers, an error event and no [DONE] after; then 503 at once; then it heals."""
+    body = {
+        "model": await model_name(client),
+        "prompt": fresh_ids(900),
+        "max_tokens": 500,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    got, lines, seconds = await lose(suite, client, replica, body)
+    assert (status, True) == (got, seconds < 2.0)
+    assert '"error"' in lines[-1]
+    assert "data: [DONE]" not in lines
+
+    begun = time.monotonic()
+    refused = await client.post("/v1/completions", json=body | {"stream": False, "max_tokens": 2, "prompt": [5]})
+    assert 503 == refused.status_code
+    assert int(refused.headers["retry-after"]) >= 1
+    assert 2.0 > time.monotonic() - begun
+    await until_served(client)
+
+
+async def test_nats_killed_and_restarted_under_load(suite, client):
+    """Requests keep working from the last known replicas; the registry heals."""
+    stop = asyncio.Event()
+    failures: list[str] = []
+    served = 0
+
+    async def load() -> None:
+        nonlocal served
+        while not stop.is_set():
+            try:
+                await complete(client, fresh_ids(20), max_tokens=4)
+                served += 1
+            except (AssertionError, httpx.HTTPError) as error:
+                failures.append(str(error)[:300])
+
+    workers = [asyncio.create_task(load()) for _ in range(3)]
+    await asyncio.sleep(1)
+    await suite.kill("nats-0")
+    at_kill = served
+    await asyncio.sleep(8)  # longer than the registry's TTL of 5 s
+    stop.set()
+    await asyncio.gather(*workers)
+
+    assert [] == failures
+    assert at_kill < served
+    # The launcher has restarted NATS; a replica that restarts now must be found through it.
+    await suite.restart("decode-0")
+    await until_served(client)

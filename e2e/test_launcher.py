@@ -1,0 +1,213 @@
+"""Does `fathom` do what its help says, with real processes?"""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from e2e.suite import START_SECONDS, Suite, wait_for
+from services.chassis.config import SERVICES
+from services.local import state
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
+
+SHM = Path("/dev/shm")
+LONG = "Repeat after me, word by word. " * 60
+
+
+def shared_memory(suite: Suite) -> Path:
+    """Return the folder in which this boot of decode-0 takes KV in."""
+    boot_id = httpx.get(suite.state()["decode-0"].health_url, timeout=5).json()["boot_id"]
+    folder = SHM / f"fathom-{boot_id}"
+    assert folder.exists()
+    return folder
+
+
+async def ask(suite: Suite, text: str = "Name a colour.", max_tokens: int = 4) -> dict[str, Any]:
+    """Return a chat completion's JSON."""
+    async with httpx.AsyncClient(base_url=suite.base_url, timeout=60) as client:
+        model = (await client.get("/v1/models")).json()["data"][0]["id"]
+        body = {
+            "model": model,
+            "messages": [{"role": "user", "content": text}],
+            "max_tokens": max_tokens,
+            "temperature": 0,
+        }
+        reply = await client.post("/v1/chat/completions", json=body)
+    assert 200 == reply.status_code, reply.text
+    answer: dict[str, Any] = reply.json()
+    return answer
+
+
+async def until_served(suite: Suite, seconds: float = 20.0) -> None:
+    give_up = time.monotonic() + seconds
+    while True:
+        try:
+            await ask(suite)
+        except (AssertionError, httpx.HTTPError, IndexError):
+            assert time.monotonic() < give_up, "the suite did not come back"
+            await asyncio.sleep(0.3)
+        else:
+            return
+
+
+@pytest.fixture(scope="module")
+def launched(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Suite]:
+    """One suite, started and ended by the tests in the order they stand here."""
+    suite = Suite(tmp_path_factory.mktemp("launched"), model=model_dir)
+    yield suite
+    asyncio.run(suite.stop())
+
+
+async def test_detach_keeps_no_pipe_of_its_caller_open(launched: Suite) -> None:
+    """`x=$(fathom up --detach)` returns, with the ready line and a curl to paste."""
+    # The command gets the pipe as stdin, stdout, stderr and under its own number: reading ends once nobody holds it.
+    read_end, write_end = os.pipe()
+    up = launched.begin(*launched.up_words, "--detach", stdin=write_end, output=write_end, keep=(write_end,))
+    os.close(write_end)
+    with os.fdopen(read_end) as output:
+        text = await asyncio.wait_for(asyncio.to_thread(output.read), START_SECONDS)
+
+    assert 0 == up.wait(5), f"{text}\n{launched.log_tails()}"
+    assert f"ready: SmolLM2-135M-Instruct at {launched.base_url}" in text
+    assert "curl -N" in text
+
+
+async def test_down_leaves_nothing_but_the_stored_kv(launched: Suite) -> None:
+    """No process, no shared memory; after the next `up` a prompt seen before still hits."""
+    cold = await ask(launched, LONG)
+    for _ in range(100):
+        if (await launched.kvstore_stats()).num_blocks:
+            break
+        await asyncio.sleep(0.1)
+    running = launched.recorded().left_running()
+    assert 1 + 1 + len(SERVICES) == len(running)
+    shared = shared_memory(launched)
+
+    await launched.stop()
+
+    assert [] == [identity for identity in running if identity.process() is not None]
+    assert not shared.exists()
+    await launched.start()
+    warm = await ask(launched, LONG)
+    assert warm["usage"]["prompt_tokens_details"]["cached_tokens"] >= 128
+    assert cold["choices"] == warm["choices"]
+
+
+async def test_status_shows_every_process_ready(launched: Suite) -> None:
+    """Exit status 0 means that all are ready; every process is named."""
+    done = await launched.console("status")
+
+    assert 0 == done.returncode, done.stdout
+    for word in (*SERVICES, "nats", "prefill-0", "decode-0", launched.base_url):
+        assert word in done.stdout
+
+
+async def test_chat_streams_an_answer_and_then_its_cost(launched: Suite) -> None:
+    """The last line has prompt tokens, cached tokens, time to first token and speed."""
+    done = await launched.console("chat", "Count from one to ten.", "--max-tokens", "16", "--temperature", "0")
+
+    assert 0 == done.returncode, done.stderr
+    *answer, cost = done.stdout.splitlines()
+    assert "".join(answer).strip()
+    assert re.fullmatch(r"\[\d+ prompt tokens, \d+ cached, TTFT \d+ ms, [\d.]+ tokens/s\]", cost)
+
+
+async def test_logs_of_all_services_are_merged(launched: Suite) -> None:
+    """Every process's lines are there, each with its name in front."""
+    done = await launched.console("logs", "--no-follow")
+
+    names = {line.split("|")[0].strip() for line in done.stdout.splitlines()}
+    assert set(launched.state()) <= names
+
+
+async def test_a_second_suite_on_the_busy_port_is_refused(launched: Suite, tmp_path: Path, model_dir: Path) -> None:
+    """The error names the port, and nothing of the first suite suffers."""
+    other = Suite(tmp_path, model=model_dir)
+    done = await other.console("up", "--model", str(model_dir), "--port", str(launched.port))
+
+    assert 1 == done.returncode
+    assert f"port {launched.port} is in use" in done.stderr
+    assert 0 == (await launched.console("status")).returncode
+
+
+async def test_a_second_up_in_the_same_directory_is_refused(launched: Suite, model_dir: Path) -> None:
+    """The error says how to stop the first."""
+    done = await launched.console("up", "--model", str(model_dir), "--port", "1")
+
+    assert 1 == done.returncode
+    assert "fathom down" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["vision-0", "decode-0", "nats-0"])
+async def test_a_crashed_process_is_started_again_and_said_so(launched: Suite, name: str) -> None:
+    """Same port, same settings; the log says it, and answers come again."""
+    address = launched.address(name)
+
+    await launched.restart(name, signal.SIGKILL)
+
+    assert (address, 1) == (launched.address(name), launched.state()[name].restarts)
+    events = [json.loads(line) for line in launched.log("supervisor").read_text().splitlines()]
+    assert [-9] == [e["exit_code"] for e in events if e["event"] == "launcher.service.ended" and e["process"] == name]
+    await until_served(launched)
+
+
+async def test_a_killed_supervisor_takes_everything_with_it(launched: Suite) -> None:
+    """kill -9 leaves no orphan, and the console knows that nothing runs any more."""
+    running, shared = launched.recorded().left_running(), shared_memory(launched)
+    launched.recorded().supervisor.send(signal.SIGKILL)
+
+    assert [] == await asyncio.to_thread(state.wait_ended, running, 30)
+    assert not shared.exists()
+    assert 1 == (await launched.console("status")).returncode
+    assert 0 == (await launched.console("down")).returncode
+
+
+async def test_ctrl_c_stops_everything(tmp_path: Path, model_dir: Path) -> None:
+    """In the foreground, SIGINT ends all processes and then the command, with status 0; a restart before it was said."""
+    suite = Suite(tmp_path, model=model_dir)
+    console = tmp_path / "console.txt"
+    with console.open("w") as output:
+        up = suite.begin(*suite.up_words, stdin=None, output=output.fileno())
+    try:
+        await wait_for(
+            lambda: "ready: " in console.read_text() or up.poll() is not None, START_SECONDS, "the ready line"
+        )
+        assert up.poll() is None, console.read_text()
+        await suite.restart("vision-0", signal.SIGKILL)
+        await wait_for(lambda: "vision-0 ended with status -9" in console.read_text(), 10, "the restart to be said")
+        running = suite.recorded().left_running()
+        up.send_signal(signal.SIGINT)
+
+        assert 0 == await asyncio.to_thread(up.wait, 60), console.read_text()
+        assert [] == [identity for identity in running if identity.process() is not None]
+        with socket.socket() as free:
+            free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            free.bind(("127.0.0.1", suite.port))
+    finally:
+        if up.poll() is None:
+            up.kill()
+            up.wait()
+        await suite.stop()
+
+
+async def test_a_start_that_fails_says_why_and_leaves_nothing(tmp_path: Path, model_dir: Path) -> None:
+    """A bad setting of one service: non-zero, the service's own words, no process left."""
+    suite = Suite(tmp_path, model=model_dir, env={"FATHOM_DECODE_MAX_BATCH": "many"})
+    done = await suite.console(*suite.up_words, "--detach", timeout=90)
+
+    assert 1 == done.returncode
+    assert "decode-0 ended with status 78" in done.stderr
+    assert "FATHOM_DECODE_MAX_BATCH: " in done.stderr
+    assert [] == suite.recorded().left_running()
+    assert [] == [process for process in psutil.process_iter(["cwd"]) if process.info["cwd"] == str(tmp_path)]

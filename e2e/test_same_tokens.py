@@ -1,0 +1,133 @@
+"""Do the same tokens come out whichever path they took?
+
+The yardstick is one process without services. Every other path must give exactly its ids, greedy and seeded.
+"""
+
+from typing import Literal
+
+import httpx
+import pytest
+
+from e2e.client import GREEDY, SEEDED, Sampling, complete, complete_all
+from e2e.one_process import one_process
+from e2e.prompts import BLOCK_TOKENS, Prompt, bf16_prompts, prompts
+from e2e.suite import Suite
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+MAX_TOKENS = 12
+BOTH = (GREEDY, SEEDED)
+
+Expected = dict[str, dict[str, tuple[int, ...]]]
+
+
+def expected_tokens(
+    model_dir, wanted: list[Prompt], *, dtype: Literal["bf16", "fp32"], chunk_tokens: int | None = None
+) -> Expected:
+    """Tokens of the one-process path: sampling name -> prompt name -> ids."""
+    ids = {p.name: p.token_ids for p in wanted}
+    return one_process(model_dir, ids, samplings=BOTH, max_tokens=MAX_TOKENS, dtype=dtype, chunk_tokens=chunk_tokens)
+
+
+async def tokens_of(
+    suite: Suite, wanted: list[Prompt], *, at_once: int, samplings: tuple[Sampling, ...] = BOTH
+) -> Expected:
+    found: Expected = {}
+    for sampling in samplings:
+        answers = await complete_all(
+            suite.base_url, [p.token_ids for p in wanted], at_once=at_once, max_tokens=MAX_TOKENS, sampling=sampling
+        )
+        found[sampling.name] = {p.name: a.token_ids for p, a in zip(wanted, answers, strict=True)}
+    return found
+
+
+def whole_block_hit(num_tokens: int) -> int:
+    """The last prompt token is always computed: sampling needs its logits."""
+    return (num_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+@pytest.fixture(scope="module")
+def fp32_prompts(model_dir):
+    return prompts(model_dir)
+
+
+@pytest.fixture(scope="module")
+def fp32_expected(model_dir, fp32_prompts):
+    return expected_tokens(model_dir, fp32_prompts, dtype="fp32")
+
+
+def test_at_least_24_prompts_of_every_kind(fp32_prompts):
+    """Short, over one block, exactly n*128 and one more or less, emoji and CJK, several turns."""
+    lengths = {len(p.token_ids) for p in fp32_prompts}
+
+    assert 24 <= len(fp32_prompts)
+    assert {127, 128, 129, 255, 256, 257, 383, 384, 385} <= lengths
+
+
+@pytest.mark.parametrize("chunk_tokens", [128, 256])
+def test_chunked_prefill_gives_the_same_tokens(model_dir, fp32_prompts, fp32_expected, chunk_tokens):
+    """Chunk budgets of 128, 256 and whole prompts agree."""
+    assert fp32_expected == expected_tokens(model_dir, fp32_prompts, dtype="fp32", chunk_tokens=chunk_tokens)
+
+
+async def test_split_then_batched_then_warm_from_the_store(model_dir, fp32_prompts, fp32_expected, tmp_path_factory):
+    """One prefill and one decode: alone and cold, then with seven batch mates, then from kvstore after a restart."""
+    async with Suite.running(tmp_path_factory.mktemp("split"), model=model_dir, dtype="fp32") as suite:
+        cold = await complete_all(suite.base_url, [p.token_ids for p in fp32_prompts], at_once=1, max_tokens=MAX_TOKENS)
+        assert fp32_expected["greedy"] == {p.name: a.token_ids for p, a in zip(fp32_prompts, cold, strict=True)}
+        assert [0] * len(cold) == [a.cached_tokens for a in cold]
+
+        assert fp32_expected == await tokens_of(suite, fp32_prompts, at_once=8)
+
+        await suite.stop()
+        await suite.start()  # an empty pool: every hit now comes from the store
+        warm = await complete_all(
+            suite.base_url, [p.token_ids for p in fp32_prompts], at_once=1, max_tokens=MAX_TOKENS, sampling=SEEDED
+        )
+        assert fp32_expected["seeded"] == {p.name: a.token_ids for p, a in zip(fp32_prompts, warm, strict=True)}
+        assert [whole_block_hit(len(p.token_ids)) for p in fp32_prompts] == [a.cached_tokens for a in warm]
+
+
+async def test_two_prefill_and_two_decode_replicas_in_chunks_of_128(
+    model_dir, fp32_prompts, fp32_expected, tmp_path_factory
+):
+    """Which replica computed what does not show in the tokens."""
+    env = {"FATHOM_PREFILL_CHUNK_TOKENS": "128"}
+    async with Suite.running(
+        tmp_path_factory.mktemp("two"), model=model_dir, dtype="fp32", prefill=2, decode=2, env=env
+    ) as suite:
+        assert fp32_expected == await tokens_of(suite, fp32_prompts, at_once=8)
+        loads = await suite.decode_loads()
+        assert 2 == len(loads)
+
+
+async def test_preempted_sequences_give_the_same_tokens(model_dir, fp32_prompts, fp32_expected, tmp_path_factory):
+    """A decode pool too small for eight growing sequences: some lose their blocks, are recomputed, and nobody can tell."""
+    wanted = [
+        p for p in fp32_prompts if len(p.token_ids) % BLOCK_TOKENS in {127, 0, 120} or len(p.token_ids) in {255, 383}
+    ]
+    block_bytes = 30 * 2 * 3 * 64 * 4 * BLOCK_TOKENS
+    env = {"FATHOM_DECODE_KV_BYTES": str(11 * block_bytes)}
+    async with Suite.running(tmp_path_factory.mktemp("tight"), model=model_dir, dtype="fp32", env=env) as suite:
+        found = await tokens_of(suite, wanted, at_once=8)
+        preemptions = [load.num_preemptions for load in await suite.decode_loads()]
+
+    for sampling in BOTH:
+        assert {p.name: fp32_expected[sampling.name][p.name] for p in wanted} == found[sampling.name]
+    assert 0 < sum(preemptions)
+
+
+async def test_bf16_keeps_the_promise_too(model_dir, tmp_path_factory):
+    """Six prompts: one process, chunked, split, batched, warm, all in bf16."""
+    wanted = bf16_prompts(model_dir)
+    expected = expected_tokens(model_dir, wanted, dtype="bf16")
+    assert 6 == len(wanted)
+    assert expected == expected_tokens(model_dir, wanted, dtype="bf16", chunk_tokens=128)
+    async with Suite.running(tmp_path_factory.mktemp("bf16"), model=model_dir, dtype="bf16") as suite:
+        assert expected == await tokens_of(suite, wanted, at_once=1)
+        assert expected == await tokens_of(suite, wanted, at_once=6)
+        async with httpx.AsyncClient(base_url=suite.base_url, timeout=60) as client:
+            last = wanted[-1]
+            warm = await complete(client, last.token_ids, max_tokens=MAX_TOKENS)
+    assert expected["greedy"][last.name] == warm.token_ids
+    assert whole_block_hit(len(last.token_ids)) == warm.cached_tokens

@@ -1,0 +1,75 @@
+"""The nouns of one step: which tokens of which sequences are computed, and what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to turn a row's logits into a token. Whoever admits a request validates the ranges; engines trust them."""
+
+    temperature: float = 1.0
+    """Divides the logits; 0 means greedy."""
+    top_p: float = 1.0
+    """Keeps the smallest set of tokens whose probability reaches this share; 1 keeps all."""
+    top_k: int = 0
+    """Keeps this many of the likeliest tokens; 0 keeps all."""
+    min_p: float = 0.0
+    """Drops tokens less likely than this share of the likeliest one; 0 drops none."""
+    presence_penalty: float = 0.0
+    """Subtracted once from the logit of every token already in the answer."""
+    frequency_penalty: float = 0.0
+    """Subtracted once per occurrence in the answer."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens seen in prompt or answer; 1 is off."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, logit units): added before anything else."""
+    seed: int = 0
+    """Of the counter-based noise; unsigned 64 bit."""
+    num_logprobs: int | None = None
+    """Asks for the chosen token's logprob and this many alternatives; None asks for neither."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sequence's share of a step: a chunk of its prompt, or its newest token."""
+
+    sequence: int
+    """Names the sequence in the result."""
+    token_ids: Sequence[int]
+    """The tokens to compute, at least one."""
+    position: int
+    """Absolute position of token_ids[0]; KV for [0, position) is already in the table's blocks."""
+    block_table: Sequence[int]
+    """Pool block ids, in order, covering at least position + len(token_ids) tokens."""
+    sampling: SamplingParams | None = None
+    """None: no token is wanted (this is not the prompt's last chunk)."""
+    history: Sequence[int] = ()
+    """All tokens so far including token_ids; needed only with penalties."""
+    num_prompt_tokens: int = 0
+    """Leading part of history that is prompt: presence and frequency penalties count only the answer."""
+    allowed_mask: bytes | None = None
+    """Little-endian bitmask over the vocabulary, bit 0 of byte 0 is token 0; None allows all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rows computed in one step. No padding: their tokens are laid end to end."""
+
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One row's new token."""
+
+    sequence: int
+    token_id: int
+    logprob: float | None = None
+    """Natural log of the chosen token's probability; None unless num_logprobs was set."""
+    top: tuple[tuple[int, float], ...] = ()
+    """(token id, logprob), likeliest first."""
+    problem: str | None = None
+    """Why the row has no token (NaN logits, or nothing is allowed); token_id is then -1. Batch mates are fine."""

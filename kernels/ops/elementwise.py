@@ -1,0 +1,61 @@
+"""What happens to each row on its own: normalisation, rotary positions, the gated activation.
+
+A vectorised loop computes its tail with scalar code, so the bits of `silu` or `sigmoid` depend on where in the tensor
+an element stands (measured). Only operations whose every element is rounded once (+, -, *, /, sqrt), sums over a fixed
+last dimension, and `exp`, which has no scalar tail, are used here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.ops.scratch import Scratch
+
+PADDING = 8
+"""Columns after a hidden row: the first holds a constant, the rest zeros."""
+
+
+def rms_norm_padded(x: Tensor, weight: Tensor, *, out: Tensor) -> Tensor:
+    """`rms_norm` in three operations, for rows that carry sqrt(size * eps) in the column after them.
+
+    The length of such a row is sqrt(sum of squares + size * eps): the mean, the addition of eps and the root of the
+    definition, without a pass for each.
+    x: [rows, size + PADDING] fp32.  weight: [size], times sqrt(size).  out: [rows, size].  Returns out.
+    """
+    torch.div(x[:, :-PADDING], torch.linalg.vector_norm(x, dim=-1, keepdim=True), out=out)
+    return out.mul_(weight)
+
+
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float, out: Tensor) -> Tensor:
+    """Scale each row of x to unit root-mean-square, then by weight.
+
+    x: [..., size] fp32.  weight: broadcasts to x.  out: like x, may be x.  Returns out.
+    """
+    size = x.shape[-1]
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    torch.div(x, length.square_().mul_(1.0 / size).add_(eps).sqrt_(), out=out)
+    return out.mul_(weight)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, scratch: Scratch, out: Tensor) -> Tensor:
+    """Rotary position embedding, halves layout: element i turns with element i + size/2.
+
+    x: [tokens, heads, size] fp32.  cos, sin: [tokens, 1, size], each half repeated.  out: like x, not x.  Returns out.
+    """
+    half = x.shape[-1] // 2
+    straight = torch.mul(x, cos, out=scratch.take("rotate.cos", tuple(x.shape)))
+    crossed = torch.mul(x, sin, out=scratch.take("rotate.sin", tuple(x.shape)))
+    torch.sub(straight[..., :half], crossed[..., half:], out=out[..., :half])
+    torch.add(straight[..., half:], crossed[..., :half], out=out[..., half:])
+    return out
+
+
+def swiglu(gate_up: Tensor, *, scratch: Scratch) -> Tensor:
+    """silu(gate) * up.
+
+    gate_up: [rows, 2 * ffn] fp32, gate first.  Returns [rows, ffn] fp32, a scratch buffer.
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    out = torch.neg(gate, out=scratch.take("swiglu", tuple(gate.shape)))
+    return torch.div(gate, out.exp_().add_(1.0), out=out).mul_(up)

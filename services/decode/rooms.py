@@ -1,0 +1,94 @@
+"""Which blocks belong to which handoff, from reservation to start?
+
+A part of the engine: runs in its thread only. Blocks of a handoff are written and named only while its epoch holds
+them, so a late job of a handoff that ended can never touch blocks that were given to others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from services.chassis.errors import BlocksLost, Overloaded
+from services.decode.scheduler import has_room
+
+if TYPE_CHECKING:
+    from kernels.executor import Executor
+    from kernels.kv.pool import BlockPool
+    from services.chassis.engine_thread import Reply
+
+MAX_WAITING = 64
+
+
+@dataclass(slots=True)
+class _Room:
+    keys: tuple[bytes, ...]
+    """Of the full blocks."""
+    num_blocks: int
+    reply: Reply[int]
+    """Owed to the intake: how many leading blocks are here already."""
+    block_table: list[int] = field(default_factory=list)
+    """Empty while it waits."""
+
+
+class Rooms:
+    """Blocks held by tickets; waiting ones get theirs in order of arrival."""
+
+    def __init__(self, executor: Executor, pool: BlockPool) -> None:
+        self._executor = executor
+        self._pool = pool
+        self._rooms: dict[int, _Room] = {}  # by epoch, so in order of arrival
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(1 for room in self._rooms.values() if not room.block_table)
+
+    def ask(self, reply: Reply[int], epoch: int, keys: Sequence[bytes], num_blocks: int) -> None:
+        """Queue for `num_blocks` blocks; the reply comes with the blocks, or Overloaded at once."""
+        if self.num_waiting >= MAX_WAITING:
+            reply.fail(Overloaded(f"{MAX_WAITING} handoffs wait for blocks already"))
+            return
+        self._rooms[epoch] = _Room(tuple(keys), num_blocks, reply)
+
+    def grant(self, *, num_holders: int) -> None:
+        """Give waiting rooms their blocks while there is enough; the first that does not fit stops the line."""
+        num_holders += len(self._rooms) - self.num_waiting
+        for room in [r for r in self._rooms.values() if not r.block_table]:
+            if not has_room(room.num_blocks, free_blocks=self._pool.free_blocks, num_holders=num_holders):
+                return
+            found = self._pool.acquire(room.keys)
+            room.block_table = found + self._pool.allocate(room.num_blocks - len(found))
+            num_holders += 1
+            room.reply.set(len(found))
+
+    def write(self, epoch: int, first_block: int, payloads: Sequence[bytes]) -> None:
+        """Write verified payloads into the room's blocks. Raises BlocksLost when the epoch holds none."""
+        table = self._held(epoch).block_table
+        for block, payload in enumerate(payloads, start=first_block):
+            self._executor.write_block(table[block], payload)
+
+    def take(self, epoch: int, keys: Sequence[bytes]) -> list[int]:
+        """Name the room's full blocks and pass them on: afterwards the caller holds them, not the epoch.
+
+        Raises BlocksLost when the epoch holds none, or holds those of another prompt than the one that `keys` begins.
+        """
+        room = self._held(epoch)
+        if tuple(keys[: len(room.keys)]) != room.keys:
+            raise BlocksLost("the blocks that were handed over belong to another prompt")
+        del self._rooms[epoch]
+        for block, key in zip(room.block_table, room.keys, strict=False):
+            self._pool.publish(block, key)
+        return room.block_table
+
+    def release(self, epoch: int) -> None:
+        """Give up a room, waiting or held. Harmless when repeated, and after `take`."""
+        room = self._rooms.pop(epoch, None)
+        if room is not None:
+            self._pool.release(room.block_table)
+
+    def _held(self, epoch: int) -> _Room:
+        room = self._rooms.get(epoch)
+        if room is None or not room.block_table:
+            raise BlocksLost("the reservation is gone")
+        return room

@@ -1,0 +1,225 @@
+"""How do gRPC calls reach the engine and the intake?"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kernels.kv.pool import BlockPool
+from proto.common_pb2 import FINISH_REASON_ERROR, TokenEvent, TokenFrame
+from proto.decode_pb2 import (
+    AbortReply,
+    AbortRequest,
+    CommitReply,
+    CommitRequest,
+    DecodeCommand,
+    DecodeLoad,
+    DecodeSubmit,
+    GetDecodeLoadRequest,
+    PushReply,
+    ReserveReply,
+    ReserveRequest,
+)
+from proto.decode_pb2_grpc import DecodeServicer, add_DecodeServicer_to_server
+from proto.events_pb2 import LoadReport
+from services.chassis.engine_thread import EngineThread
+from services.chassis.errors import NoReplica, to_stream_error
+from services.chassis.handoff import StagingFolder
+from services.chassis.kvstore_client import BlockWriter
+from services.chassis.load_reports import report_load
+from services.chassis.request_tasks import RequestStream, RequestTasks
+from services.chassis.service import Service
+from services.chassis.telemetry import log
+from services.decode.config import DecodeSettings
+from services.decode.engine import RECOMPUTE_TOKENS, DecodeEngine, Load
+from services.decode.flow import AnswerFlow, Surroundings
+from services.decode.intake import RESERVATION_SECONDS, WAIT_SECONDS, Intake
+from services.decode.metrics import DecodeMetrics, LoadCollector
+from services.decode.model import card_of, limits_of, load_model
+from services.decode.writeback import Writeback
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import grpc.aio
+
+    from kernels.executor import Executor
+
+WRITEBACK_BYTES = 256 << 20
+"""Copies of blocks that wait for the KV store."""
+
+Stream = RequestStream[TokenEvent, TokenFrame]
+
+
+class Servicer(DecodeServicer):
+    """Run, the handoff's calls and GetLoad over one engine."""
+
+    def __init__(self, around: Surroundings) -> None:
+        self._around = around
+        self.tasks: RequestTasks[TokenEvent, TokenFrame] = RequestTasks(
+            lambda events, number: TokenFrame(events=events, sequence=number)
+        )
+
+    def Run(self, request_iterator: Any, context: Any) -> AsyncIterator[TokenFrame]:  # noqa: ARG002 - gRPC's signature
+        return self.tasks.serve(request_iterator, self._on_command)
+
+    async def Reserve(self, request: ReserveRequest, context: Any) -> ReserveReply:  # noqa: ARG002 - gRPC's signature
+        return await self._around.intake.reserve(request)
+
+    async def Push(self, request_iterator: Any, context: Any) -> PushReply:  # noqa: ARG002 - gRPC's signature
+        return PushReply(num_bytes=await self._around.intake.push(request_iterator))
+
+    async def Commit(self, request: CommitRequest, context: Any) -> CommitReply:  # noqa: ARG002 - gRPC's signature
+        await self._around.intake.commit(request)
+        return CommitReply()
+
+    async def Abort(self, request: AbortRequest, context: Any) -> AbortReply:  # noqa: ARG002 - gRPC's signature
+        self._around.intake.abort(request.ticket, request.reason)
+        return AbortReply()
+
+    async def GetLoad(self, request: GetDecodeLoadRequest, context: Any) -> DecodeLoad:  # noqa: ARG002 - gRPC's signature
+        load = self._around.engine.load
+        return DecodeLoad(
+            total_blocks=load.total_blocks,
+            used_blocks=load.used_blocks,
+            cached_blocks=load.cached_blocks,
+            running_sequences=load.running_sequences,
+            queued_sequences=load.queued_sequences,
+            kv_tokens=load.kv_tokens,
+            num_preemptions=load.num_preemptions,
+        )
+
+    def _on_command(self, command: DecodeCommand, stream: Stream) -> None:
+        match command.WhichOneof("command"):
+            case "submit":
+                self._submit(command.submit, stream)
+            case "cancel":
+                self.tasks.cancel(command.cancel.request_id, command.cancel.reason)
+                self._around.intake.abort_request(command.cancel.request_id)
+
+    def _submit(self, submit: DecodeSubmit, stream: Stream) -> None:
+        request_id = submit.request.request_id
+        if self.tasks.is_draining:
+            refusal = to_stream_error(NoReplica("this decode replica is shutting down"))
+            stream.send(TokenEvent(request_id=request_id, finish_reason=FINISH_REASON_ERROR, error=refusal))
+            return
+        stream.start(request_id, AnswerFlow(submit, self._around, stream.send).run())
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """A decode replica without its process."""
+
+    servicer: Servicer
+    engine: DecodeEngine
+    intake: Intake
+    writer: BlockWriter | None
+
+
+def assemble(
+    executor: Executor,
+    thread: EngineThread,
+    metrics: DecodeMetrics,
+    *,
+    replica: str,
+    boot_id: str,
+    max_batch: int,
+    folder: Path | None,
+    kvstore: grpc.aio.Channel | None = None,
+    recompute_tokens: int = RECOMPUTE_TOKENS,
+    wait_seconds: float = WAIT_SECONDS,
+    reservation_seconds: float = RESERVATION_SECONDS,
+) -> Replica:
+    """Put engine, intake and servicer together around a loaded model; the thread drives the engine from here on.
+
+    folder: private and in shared memory; None takes blocks over gRPC only.
+    """
+    writer = None
+    if kvstore is not None:
+        on_drop: Callable[[int], None] = metrics.kv_write_drops.inc
+        fingerprint = executor.fingerprint
+        writer = BlockWriter(kvstore, fingerprint=fingerprint, max_bytes=WRITEBACK_BYTES, on_drop=on_drop)
+    engine = DecodeEngine(
+        executor,
+        BlockPool(executor.num_blocks, executor.layout.block_tokens),
+        max_batch=max_batch,
+        tell=thread.tell,
+        writeback=Writeback(executor, writer),
+        on_step=metrics.step_seconds.observe,
+        recompute_tokens=recompute_tokens,
+    )
+    thread.drive(engine.turn)
+    limits = limits_of(executor)
+    intake = Intake(
+        thread,
+        engine.rooms,
+        limits,
+        replica=replica,
+        boot_id=boot_id,
+        folder=folder,
+        on_bytes=metrics.count_handoff,
+        wait_seconds=wait_seconds,
+        reservation_seconds=reservation_seconds,
+    )
+    around = Surroundings(engine=engine, thread=thread, intake=intake, limits=limits)
+    return Replica(Servicer(around), engine, intake, writer)
+
+
+async def build(service: Service) -> None:
+    """Load the model in the engine thread, then serve it."""
+    settings = service.settings
+    assert isinstance(settings, DecodeSettings)
+    thread = EngineThread("decode engine")
+    thread.start()
+    service.on_stop(thread.stop)
+    service.spawn(thread.run(), "decode engine")
+    executor = await thread.call(load_model, settings, service.progress)
+    folder = _staging_folder(service)
+    replica = assemble(
+        executor,
+        thread,
+        DecodeMetrics(service.metrics),
+        replica=service.replica,
+        boot_id=service.boot_id,
+        max_batch=settings.max_batch,
+        folder=folder.path if folder is not None else None,
+        kvstore=service.channel(settings.kvstore_address, "kvstore") if settings.kvstore_address else None,
+    )
+    service.on_drain(replica.servicer.tasks.drain)
+    if replica.writer is not None:
+        service.spawn(replica.writer.run(), "writeback")
+        service.on_drain(replica.writer.flush)
+    engine = replica.engine
+    service.metrics.register(LoadCollector(lambda: engine.load))
+    service.spawn(report_load(service.bus.publish_load, lambda: _report(service, engine.load)), "load reports")
+    service.advertise(model=card_of(executor, settings.model), total_blocks=engine.load.total_blocks)
+    add_DecodeServicer_to_server(replica.servicer, service.server)
+
+
+def _staging_folder(service: Service) -> StagingFolder | None:
+    """Make the folder that peers on this host can fill; without shared memory they push over gRPC."""
+    try:
+        folder = StagingFolder(service.boot_id)
+    except OSError as error:
+        log.info("decode.intake.no_shm", reason=str(error))
+        return None
+
+    async def close() -> None:
+        folder.close()
+
+    service.on_stop(close)
+    return folder
+
+
+def _report(service: Service, load: Load) -> LoadReport:
+    return LoadReport(
+        service=service.name,
+        replica=service.replica,
+        boot_id=service.boot_id,
+        running_sequences=load.running_sequences,
+        queued_sequences=load.queued_sequences,
+        kv_tokens=load.kv_tokens,
+        free_blocks=load.free_blocks,
+        total_blocks=load.total_blocks,
+    )

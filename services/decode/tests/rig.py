@@ -1,0 +1,237 @@
+"""A decode replica on a real gRPC server, and the other side of its handoffs: an executor that computes prompts."""
+
+import asyncio
+import functools
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from kernels.batch import Batch, Row
+from kernels.executor import Executor
+from proto.common_pb2 import Cancel, Heartbeat, Request, SamplingParams, StopRules, TokenEvent, TokenFrame
+from proto.decode_pb2 import CommitRequest, DecodeCommand, DecodeSubmit, ReserveReply, ReserveRequest
+from proto.decode_pb2_grpc import DecodeStub, add_DecodeServicer_to_server
+from services.chassis.block_keys import block_keys
+from services.chassis.channel import open_channel
+from services.chassis.engine_thread import EngineThread
+from services.chassis.handoff import block_crc32, chunks_of, fill_staging
+from services.chassis.kvstore_client import BlockWriter
+from services.chassis.streams import PeerStream
+from services.chassis.testing import serve
+from services.decode.metrics import DecodeMetrics
+from services.decode.sampling import has_penalties, sampling_params
+from services.decode.server import Replica, assemble
+from services.decode.tests.tiny_model import write_tiny_model
+
+BLOCK = 16
+ROOT = b"r" * 32
+BOOT = "boot-1"
+
+
+@functools.cache
+def load(folder: Path, num_blocks: int) -> Executor:
+    """Load the tiny model; one executor per pool size is shared by all tests."""
+    if not folder.exists():
+        write_tiny_model(folder)
+    return Executor.load(folder, dtype="fp32", num_blocks=num_blocks, block_tokens=BLOCK, threads=1)
+
+
+def request(name: str, num_tokens: int, *, max_tokens: int = 8, **fields: Any) -> Request:
+    """Make a request whose prompt depends on its name and length only."""
+    return Request(
+        request_id=name,
+        prompt_token_ids=[(7 * position + sum(name.encode())) % 90 + 3 for position in range(num_tokens)],
+        sampling=fields.pop("sampling", SamplingParams(temperature=0.8, top_p=0.95, repetition_penalty=1, seed=7)),
+        stop=StopRules(max_tokens=max_tokens, stop_token_ids=fields.pop("stop_token_ids", [])),
+        deadline_unix_seconds=time.time() + fields.pop("seconds", 30),
+        key_root=ROOT,
+        **fields,
+    )
+
+
+@dataclass(frozen=True)
+class Computed:
+    """What a prefill replica would hold of a request."""
+
+    blocks: tuple[bytes, ...]
+    first_token_id: int
+
+
+class Source:
+    """Computes prompts, and whole answers as the yardstick, on an executor of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.executor = load(folder, 42)  # not the replica's: their caches must not mix
+
+    def prompt(self, wanted: Request) -> Computed:
+        tokens = list(wanted.prompt_token_ids)
+        table = list(range(1, 2 + len(tokens) // BLOCK))
+        token = self._sample(wanted, tokens, 0, table)
+        num_blocks = -(-len(tokens) // BLOCK)
+        return Computed(tuple(self.executor.read_block(block) for block in table[:num_blocks]), token)
+
+    def answer(self, wanted: Request) -> list[int]:
+        """All tokens of the answer: computed alone, in one process."""
+        tokens = list(wanted.prompt_token_ids)
+        table = list(range(1, 40))
+        end = len(tokens) + wanted.stop.max_tokens
+        start = 0
+        while len(tokens) < end:
+            token = self._sample(wanted, tokens, start, table)
+            start = len(tokens)
+            tokens.append(token)
+            if token in wanted.stop.stop_token_ids:
+                break
+        return tokens[len(wanted.prompt_token_ids) :]
+
+    def _sample(self, wanted: Request, tokens: list[int], start: int, table: list[int]) -> int:
+        sampling = sampling_params(wanted.sampling)
+        history = list(tokens) if has_penalties(sampling) else ()
+        num_prompt_tokens = len(wanted.prompt_token_ids)
+        row = Row(0, tokens[start:], start, table, sampling, history, num_prompt_tokens)
+        return self.executor.collect(self.executor.launch(Batch((row,))))[0].token_id
+
+
+@dataclass
+class Rig:
+    """One replica and everything to talk to it."""
+
+    replica: Replica
+    stub: Any
+    stream: PeerStream[DecodeCommand, TokenFrame]
+    source: Source
+    fingerprint: bytes
+    address: str
+
+    @property
+    def writer(self) -> BlockWriter:
+        assert self.replica.writer is not None, "the replica was given a store"
+        return self.replica.writer
+
+    async def submit(self, wanted: Request) -> Any:
+        """Submit and return the subscription of its events."""
+        wanted.fingerprint = wanted.fingerprint or self.fingerprint
+        events = await self.stream.open_request(wanted.request_id)
+        await self.stream.send(DecodeCommand(submit=DecodeSubmit(request=wanted)))
+        return events
+
+    async def cancel(self, request_id: str) -> None:
+        await self.stream.send(DecodeCommand(cancel=Cancel(request_id=request_id, reason="test")))
+
+    async def reserve(self, wanted: Request, **changes: Any) -> ReserveReply:
+        tokens = wanted.prompt_token_ids
+        asked: dict[str, Any] = {
+            "request_id": wanted.request_id,
+            "fingerprint": self.fingerprint,
+            "boot_id": BOOT,
+            "block_keys": block_keys(ROOT, tokens, block_tokens=BLOCK),
+            "kv_tokens": len(tokens),
+            "deadline_unix_seconds": wanted.deadline_unix_seconds,
+        }
+        reply: ReserveReply = await self.stub.Reserve(ReserveRequest(**(asked | changes)), timeout=20)
+        return reply
+
+    async def push(self, reply: ReserveReply, blocks: tuple[bytes, ...]) -> list[int]:
+        """Send the missing blocks the way the reservation says; return their checksums."""
+        missing = blocks[reply.present_blocks :]
+        if reply.shm_path:
+            return fill_staging(
+                reply.shm_path,
+                nonce=reply.ticket.nonce,
+                num_blocks=len(missing),
+                block_bytes=len(missing[0]),
+                first_block=0,
+                payloads=missing,
+            )
+        if missing:
+            await self.stub.Push(self._chunks(reply, missing), timeout=20)
+        return [block_crc32(block) for block in missing]
+
+    def _chunks(self, reply: ReserveReply, missing: tuple[bytes, ...]) -> Any:
+        for index, block in enumerate(missing, start=reply.present_blocks):
+            ticket = reply.ticket if index == reply.present_blocks else None
+            yield from chunks_of(block, block_index=index, ticket=ticket)
+
+    async def commit(self, wanted: Request, reply: ReserveReply, crcs: list[int], first_token_id: int) -> None:
+        commit = CommitRequest(
+            ticket=reply.ticket,
+            block_crc32=crcs,
+            kv_tokens=len(wanted.prompt_token_ids),
+            first_token_id=first_token_id,
+        )
+        await self.stub.Commit(commit, timeout=20)
+
+    async def hand_over(self, wanted: Request) -> Computed:
+        """Do all that prefill does."""
+        computed = self.source.prompt(wanted)
+        reply = await self.reserve(wanted)
+        crcs = await self.push(reply, computed.blocks)
+        await self.commit(wanted, reply, crcs, computed.first_token_id)
+        return computed
+
+    async def answer(self, wanted: Request) -> list[int]:
+        """Submit, hand over, and return the whole answer."""
+        events = await self.submit(wanted)
+        computed = await self.hand_over(wanted)
+        return [computed.first_token_id, *tokens_of(await collect(events))]
+
+    async def idle(self) -> None:
+        """Wait until nobody holds a block."""
+        await until(lambda: not (self.replica.engine.load.used_blocks or self.replica.engine.load.queued_sequences))
+        assert 0 == self.replica.intake.num_open
+
+
+@asynccontextmanager
+async def decode_replica(
+    folder: Path, *, num_blocks: int = 41, shm: Path | None = None, **options: Any
+) -> AsyncIterator[Rig]:
+    """Run a replica in this process. num_blocks counts the null block."""
+    thread = EngineThread("decode engine")
+    thread.start()
+    executor = load(folder, num_blocks)
+    asked: dict[str, Any] = {"replica": "decode-0", "boot_id": BOOT, "max_batch": 8, "folder": shm} | options
+    replica = assemble(executor, thread, DecodeMetrics(CollectorRegistry()), **asked)
+    async with serve(lambda server: add_DecodeServicer_to_server(replica.servicer, server)) as address:
+        channel = open_channel(address, peer="decode")
+        stub: Any = DecodeStub(channel)
+        stream: PeerStream[DecodeCommand, TokenFrame] = PeerStream(
+            stub.Run, lambda: DecodeCommand(heartbeat=Heartbeat()), _events, "decode"
+        )
+        try:
+            yield Rig(replica, stub, stream, Source(folder), executor.fingerprint, address)
+        finally:
+            await stream.close()
+            replica.intake.close()
+            await channel.close()
+    await thread.stop()
+
+
+def _events(frame: TokenFrame) -> list[tuple[str, TokenEvent]]:
+    return [(event.request_id, event) for event in frame.events]
+
+
+async def collect(events: Any) -> list[TokenEvent]:
+    """Return a request's events up to the last; fail after ten seconds."""
+    found = []
+    async with asyncio.timeout(10), events:
+        async for event in events:
+            found.append(event)
+            if event.finish_reason:
+                return found
+    raise AssertionError("the events ended without a last one")
+
+
+def tokens_of(events: list[TokenEvent]) -> list[int]:
+    return [token for event in events for token in event.token_ids]
+
+
+async def until(holds: Callable[[], object]) -> None:
+    """Wait until it holds; fail after two seconds, which is the promise for giving things back."""
+    async with asyncio.timeout(2):
+        while not holds():  # noqa: ASYNC110 - looks at what the engine thread shows
+            await asyncio.sleep(0.002)

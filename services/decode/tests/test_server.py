@@ -1,0 +1,55 @@
+"""Does the whole service start, describe itself, trace and stop?"""
+
+import asyncio
+from typing import Any
+
+from prometheus_client import generate_latest
+
+from proto.decode_pb2 import GetDecodeLoadRequest
+from proto.decode_pb2_grpc import DecodeStub
+from services.chassis import telemetry
+from services.chassis.handoff import SHM_ROOT
+from services.chassis.testing import OtlpReceiver, running
+from services.decode.config import DecodeSettings
+from services.decode.server import build
+from services.decode.tests.rig import collect, decode_replica, load, request
+
+
+async def test_the_service_starts_serves_and_stops(folder):
+    """With a real model: ready, counted in blocks, visible in the metrics, nothing left in shared memory."""
+    load(folder, 41)  # writes the model
+    settings = DecodeSettings(model=folder, dtype="fp32", threads=1, kv_bytes=1 << 20, nats_url="nats://127.0.0.1:1")
+    async with running(settings, build) as service:
+        assert service.is_ready
+        shared = SHM_ROOT / f"fathom-{service.boot_id}"
+        stub: Any = DecodeStub(service.channel(service.address))
+        load_now = await stub.GetLoad(GetDecodeLoadRequest(), timeout=5)
+        page = generate_latest(service.metrics).decode()
+
+        assert shared.exists() == SHM_ROOT.exists()
+        assert ((1 << 20) // 32768 - 1, 0) == (load_now.total_blocks, load_now.used_blocks)
+        assert f"fathom_decode_free_blocks {float(load_now.total_blocks)}" in page
+        assert "fathom_decode_preemptions_total 0.0" in page
+    assert not shared.exists()
+
+
+async def test_a_request_is_one_trace(folder):
+    """decode.run hangs on the request's traceparent and counts its tokens."""
+    async with OtlpReceiver() as receiver, decode_replica(folder) as rig:
+        telemetry.setup("decode", "decode-0", receiver.endpoint)
+        parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+        wanted = request("traced", 40, traceparent=f"00-{parent[0]}-{parent[1]}-01")
+        events = await rig.submit(wanted)
+        with telemetry.span("handoff", traceparent=wanted.traceparent):
+            await rig.hand_over(wanted)
+        await collect(events)
+        await rig.idle()
+        await asyncio.to_thread(telemetry.shutdown)
+        spans = [span for span in receiver.spans() if span.trace_id == parent[0]]
+
+    (whole,) = [span for span in spans if span.name == "decode.run"]
+    assert (parent[1], "traced") == (whole.parent_id, whole.attributes["fathom.request_id"])
+    assert 8 == whole.attributes["gen_ai.usage.output_tokens"]
+    (intake,) = [span for span in spans if span.name == "decode.intake"]
+    (commit,) = [span for span in spans if span.span_id == intake.parent_id]
+    assert "fathom.v1.Decode/Commit" == commit.name

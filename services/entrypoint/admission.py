@@ -1,0 +1,74 @@
+"""May this request enter, and is it one that the model can answer?
+
+The recipe has checked all this already; here it is checked again because an engine trusts what reaches it, and an
+entrypoint is reached by more than one kind of caller.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from proto.common_pb2 import ModelCard, Request
+from services.chassis.block_keys import key_root
+from services.chassis.errors import BadImage, InvalidRequest, Overloaded, PromptTooLong
+
+DEFAULT_SECONDS = 600.0
+"""Deadline of a request that brings none."""
+
+RETRY_SECONDS = 1.0
+"""When a refused caller may try again: with hundreds of requests in flight, some end every second."""
+
+
+def admit(num_in_flight: int, *, max_requests: int) -> None:
+    """Raise Overloaded when one more request would be too many."""
+    if num_in_flight >= max_requests:
+        raise Overloaded(f"{num_in_flight} requests are in flight, the limit", retry_after=RETRY_SECONDS)
+
+
+def check(request: Request, card: ModelCard) -> None:
+    """Raise InvalidRequest, or a kind of it, for what this model can never answer."""
+    prompt_tokens = len(request.prompt_token_ids)
+    if not request.request_id:
+        raise InvalidRequest("request_id is empty", field="request_id")
+    if not prompt_tokens:
+        raise InvalidRequest("the prompt is empty", field="prompt")
+    if prompt_tokens >= card.context_tokens:
+        raise PromptTooLong(
+            f"prompt has {prompt_tokens} tokens; this model takes at most {card.context_tokens - 1} and one of answer",
+            field="prompt",
+        )
+    if not request.stop.max_tokens:
+        raise InvalidRequest("max_tokens must be at least 1", field="max_tokens")
+    if request.HasField("grammar"):
+        raise InvalidRequest("structured output is not supported", field="response_format")
+    if request.images:
+        # Whatever the card says: flow.py has no step yet that would turn them into embeddings.
+        raise BadImage("this model takes no images", field="messages")
+    _check_token_ids(request, card.vocab_tokens)
+
+
+def _check_token_ids(request: Request, vocab_tokens: int) -> None:
+    stops = request.stop.stop_token_ids
+    biased = [bias.token_id for bias in request.sampling.logit_bias]
+    for field, token_ids in (("prompt", request.prompt_token_ids), ("stop", stops), ("logit_bias", biased)):
+        largest = max(token_ids, default=0)
+        if largest >= vocab_tokens:
+            raise InvalidRequest(f"token id {largest} is outside the vocabulary of {vocab_tokens}", field=field)
+
+
+def admitted(request: Request, card: ModelCard, *, cluster_key: bytes, now: float) -> Request:
+    """Return the request as prefill and decode see it: with deadline, fingerprint and key root.
+
+    cluster_key: 32 bytes, used here and sent nowhere. now: Unix time in seconds.
+    """
+    full = Request()
+    full.CopyFrom(request)
+    full.deadline_unix_seconds = request.deadline_unix_seconds or now + DEFAULT_SECONDS
+    full.fingerprint = card.fingerprint
+    full.key_root = key_root(cluster_key, card.fingerprint, tenant_salt(request.tenant))
+    return full
+
+
+def tenant_salt(tenant: str) -> bytes:
+    """Return what keeps one tenant's blocks apart from another's; empty for the anonymous tenant."""
+    return hashlib.sha256(tenant.encode()).digest() if tenant else b""

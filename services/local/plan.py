@@ -1,0 +1,195 @@
+"""Which processes make a suite, with which settings, started and stopped in which order?"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from services.chassis.config import SERVICES
+from services.local.home import Home
+
+Dtype = Literal["bf16", "fp32", "int8"]
+
+GIB = 1 << 30
+# Streams that are still running when the suite is told to stop get this long; a person waits at the keyboard.
+DRAIN_SECONDS = 10.0
+# After its drain a service closes files and channels.
+CLOSE_SECONDS = 3.0
+# Who calls is stopped before who is called, so that nobody loses a peer it still needs.
+STOP_ORDER: tuple[tuple[str, ...], ...] = (
+    ("recipe",),
+    ("entrypoint",),
+    ("prefill", "decode", "prefill_lb", "decode_lb", "vision"),
+    ("kvstore",),
+    ("nats",),
+)
+ENGINES = frozenset({"prefill", "decode"})
+WIRED = frozenset({
+    "listen", "metrics_listen", "advertise", "nats_url", "replica", "model", "path", "public_listen", "cluster_key",
+    "entrypoint_address", "kvstore_address", "prefill_lb_address", "decode_lb_address", "vision_address",
+})  # fmt: skip
+# OpenMP workers that spin between steps starve the other engine's: on two cores decode then runs 100 times slower.
+SLEEPING_WORKERS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
+
+
+class Options(BaseModel):
+    """What the caller of `fathom up` chose."""
+
+    model_config = ConfigDict(frozen=True)
+
+    model: Path
+    dtype: Dtype = "bf16"
+    num_prefill: int = 1
+    num_decode: int = 1
+    port: int = 8000
+    kv_bytes: int = 8 * GIB
+    """Cap of the KV store on disk."""
+    otlp_endpoint: str = ""
+    settings: tuple[tuple[str, str, str], ...] = ()
+    """Further settings as (service, field, value); all replicas of a service get the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the engines may use here."""
+
+    cores: int
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessPlan:
+    """One process to start."""
+
+    name: str
+    """The replica's, unique in the suite: "prefill-0"."""
+    service: str
+    command: tuple[str, ...]
+    address: str
+    metrics_address: str
+    """Serves /healthz; empty for NATS, which is asked on its client port."""
+    settings: Mapping[str, str]
+    """Field name -> value, of the service's own settings."""
+    extra: Mapping[str, str]
+    """Environment variables of libraries, set as they are."""
+
+
+def thread_plan(cores: int, num_prefill: int, num_decode: int) -> tuple[int, int]:
+    """Return torch threads per prefill replica and per decode replica.
+
+    The replicas of one tier share the cores; the two tiers may each use all of them. A prompt and a running batch
+    rarely peak together, and workers sleep while they wait, so an idle tier leaves its cores to the busy one.
+    """
+    return max(1, cores // num_prefill), max(1, cores // num_decode)
+
+
+def pool_bytes(memory_bytes: int, num_engines: int) -> int:
+    """Return the KV pool of one engine: at most 1 GiB, and all pools together at most a quarter of the memory."""
+    return min(GIB, memory_bytes // (4 * num_engines))
+
+
+def check_settings(options: Options) -> None:
+    """Raise ValueError for a further setting of an unknown service, or one that holds the suite together."""
+    for service, field, _ in options.settings:
+        if service not in SERVICES:
+            raise ValueError(f"{service}.{field}: no such service; there are {', '.join(SERVICES)}")
+        if field in WIRED:
+            raise ValueError(f"{service}.{field}: the launcher sets this one itself")
+
+
+def plan_suite(
+    options: Options,
+    home: Home,
+    machine: Machine,
+    ports: Iterator[int],
+    *,
+    python: str,
+    nats_server: str,
+    cluster_key: str,
+) -> tuple[ProcessPlan, ...]:
+    """Return every process, NATS first; the others may start together, since each waits for its peers by itself."""
+    nats_port = next(ports)
+    addresses = {name: f"127.0.0.1:{next(ports)}" for name, _ in _replicas(options)}
+    wiring = _wiring(options, home, addresses, cluster_key)
+    defaults = _defaults(options, machine)
+
+    plans = [_nats(nats_server, nats_port, home)]
+    for name, service in _replicas(options):
+        metrics_address = f"127.0.0.1:{next(ports)}"
+        chosen = {field: value for owner, field, value in options.settings if owner == service}
+        own = {
+            "listen": addresses[name],
+            "metrics_listen": metrics_address,
+            "nats_url": f"nats://127.0.0.1:{nats_port}",
+            "replica": name,
+        }
+        plans.append(
+            ProcessPlan(
+                name=name,
+                service=service,
+                # -P: a folder named `services` in the caller's directory must not be taken for ours.
+                command=(python, "-P", "-m", f"services.{service}"),
+                address=addresses[name],
+                metrics_address=metrics_address,
+                settings=defaults.get(service, {}) | _for_all(options) | chosen | wiring.get(service, {}) | own,
+                extra=SLEEPING_WORKERS if service in ENGINES else {},
+            )
+        )
+    return tuple(plans)
+
+
+def stop_waves(plans: tuple[ProcessPlan, ...]) -> Iterator[list[str]]:
+    """Yield the names to stop together, wave after wave."""
+    for services in STOP_ORDER:
+        yield [plan.name for plan in plans if plan.service in services]
+
+
+def _replicas(options: Options) -> Iterator[tuple[str, str]]:
+    """Yield (name, service) in the order in which they start."""
+    counts = {"prefill": options.num_prefill, "decode": options.num_decode}
+    for service in ("kvstore", "vision", "prefill_lb", "decode_lb", "prefill", "decode", "entrypoint", "recipe"):
+        yield from ((f"{service}-{index}", service) for index in range(counts.get(service, 1)))
+
+
+def _for_all(options: Options) -> dict[str, str]:
+    return {"drain_seconds": str(DRAIN_SECONDS), "otlp_endpoint": options.otlp_endpoint}
+
+
+def _defaults(options: Options, machine: Machine) -> dict[str, dict[str, str]]:
+    prefill_threads, decode_threads = thread_plan(machine.cores, options.num_prefill, options.num_decode)
+    pool = str(pool_bytes(machine.memory_bytes, options.num_prefill + options.num_decode))
+    engine = {"dtype": options.dtype, "kv_bytes": pool}
+    return {
+        "kvstore": {"max_bytes": str(options.kv_bytes)},
+        "prefill": engine | {"threads": str(prefill_threads)},
+        "decode": engine | {"threads": str(decode_threads)},
+    }
+
+
+def _wiring(options: Options, home: Home, addresses: Mapping[str, str], cluster_key: str) -> dict[str, dict[str, str]]:
+    model = str(options.model)
+    engine = {"model": model, "kvstore_address": addresses["kvstore-0"]}
+    return {
+        "recipe": {
+            "model": model,
+            "entrypoint_address": addresses["entrypoint-0"],
+            "public_listen": f"127.0.0.1:{options.port}",
+        },
+        "entrypoint": {
+            "kvstore_address": addresses["kvstore-0"],
+            "prefill_lb_address": addresses["prefill_lb-0"],
+            "decode_lb_address": addresses["decode_lb-0"],
+            "vision_address": addresses["vision-0"],
+            "cluster_key": cluster_key,
+        },
+        "kvstore": {"path": str(home.kv)},
+        "prefill": engine,
+        "decode": engine,
+    }
+
+
+def _nats(nats_server: str, port: int, home: Home) -> ProcessPlan:
+    command = (nats_server, "--addr", "127.0.0.1", "--port", str(port), "--jetstream", "--store_dir", str(home.nats))
+    return ProcessPlan("nats-0", "nats", command, f"127.0.0.1:{port}", "", {}, {})

@@ -1,0 +1,226 @@
+"""Does a person read the right thing?"""
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from services.local import state
+from services.local.commands import app, setting, size
+from services.local.health import Health
+from services.local.home import Home
+from services.local.logs import Tail, follow, merged
+from services.local.plan import Options
+from services.local.progress import LineDisplay
+from services.local.talk import Answer, Unanswered, chat, events
+from services.local.up import NotStarted, claim, console_lines, fault, last_words, ready_lines, tail
+
+
+def health(
+    name: str, *, ready: bool = False, stage: str = "loading", done: int = 0, restarts: int = 0, exit_code=None, up=True
+) -> Health:
+    identity = state.Identity(pid=1, created_unix_seconds=1.0) if up else None
+    process = state.ProcessState(
+        name=name,
+        service=name,
+        address="",
+        health_url="",
+        log="",
+        identity=identity,
+        restarts=restarts,
+        exit_code=exit_code,
+    )
+    return Health(process, ready=ready, stage=stage, done=done, total=100)
+
+
+def test_help_names_every_command() -> None:
+    """`fathom --help` is enough to get started."""
+    text = CliRunner().invoke(app, ["--help"]).output
+
+    for word in ("up", "down", "status", "logs", "chat", "pull", ".fathom", "fathom up --detach"):
+        assert word in text
+
+
+@pytest.mark.parametrize("command", [["status"], ["chat", "hello"]])
+def test_without_a_suite_the_console_says_what_to_do(command, tmp_path: Path, monkeypatch) -> None:
+    """A question into the void is answered with the command that helps."""
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, command)
+
+    assert 1 == result.exit_code
+    assert "nothing is running here: run fathom up" in result.output
+
+
+def test_down_without_a_suite_is_no_error(tmp_path: Path, monkeypatch) -> None:
+    """Stopping what does not run is done already."""
+    monkeypatch.chdir(tmp_path)
+
+    assert 0 == CliRunner().invoke(app, ["down"]).exit_code
+
+
+def test_a_folder_without_a_model_is_refused_at_once(tmp_path: Path, monkeypatch) -> None:
+    """--model with the wrong folder fails before anything starts."""
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["up", "--model", str(tmp_path)])
+
+    assert 1 == result.exit_code
+    assert "no config.json" in result.output
+
+
+def test_a_busy_port_and_a_second_suite_are_refused(tmp_path: Path) -> None:
+    """Both clashes are told apart, and each says what to do."""
+    home = Home.of(tmp_path)
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        port = busy.getsockname()[1]
+        with pytest.raises(NotStarted, match=rf"port {port} is in use by .*pid \d+; choose another one with --port"):
+            claim(home, port)
+
+
+def test_a_second_suite_in_the_same_directory_is_refused(tmp_path: Path) -> None:
+    """The owner is named by the message."""
+    home = Home.of(tmp_path)
+    held = home.lock()
+    assert held is not None
+
+    with pytest.raises(NotStarted, match="fathom down"):
+        claim(home, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("1", 1), ("2k", 2048), ("500M", 500 << 20), ("1.5G", 3 << 29), ("8GiB", 8 << 30)]
+)
+def test_sizes_are_written_as_people_write_them(text: str, expected: int) -> None:
+    """Suffixes are powers of 1024."""
+    assert expected == size(text)
+
+
+@pytest.mark.parametrize("text", ["", "G", "-1", "8X"])
+def test_other_sizes_are_refused(text: str) -> None:
+    """The message shows a right one."""
+    with pytest.raises(typer.BadParameter, match="500M or 8G"):
+        size(text)
+
+
+def test_a_setting_has_three_parts() -> None:
+    """SERVICE.SETTING=VALUE, where the value may hold anything."""
+    assert ("prefill", "chunk_tokens", "a=b.c") == setting("prefill.CHUNK_TOKENS=a=b.c")
+    with pytest.raises(typer.BadParameter):
+        setting("prefill=1")
+
+
+def test_a_pasted_curl_holds_valid_json() -> None:
+    """What we print can be run."""
+    curl = ready_lines("http://127.0.0.1:8000", "m", 1.0).splitlines()[2]
+
+    assert "m" == json.loads(curl.split("'")[3])["model"]
+
+
+def test_bad_settings_fail_at_once_and_crashes_at_the_third() -> None:
+    """A first crash may be bad luck; a wrong setting never is."""
+    assert fault([health("a"), health("b", ready=True)]) is None
+    assert fault([health("a", exit_code=-9, restarts=1)]) is None
+    assert fault([health("a", exit_code=1, restarts=2, up=False)]) is not None
+    assert fault([health("a", exit_code=78, up=False)]) is not None
+
+
+def test_plain_progress_says_each_change_once(capsys) -> None:
+    """A log of `fathom up` stays short."""
+    lines = LineDisplay()
+    for done in (0, 1, 2, 30, 31, 80):
+        lines.services([health("decode-0", done=done)])
+    lines.services([health("decode-0", ready=True, stage="ready")])
+
+    said = capsys.readouterr().out.splitlines()
+    assert ["decode-0: loading 0%", "decode-0: loading 30%", "decode-0: loading 80%", "decode-0: ready"] == said
+
+
+def test_a_restart_is_said_and_chatter_is_not() -> None:
+    """Of the supervisor's log a person hears the ends."""
+    ended = {"event": "launcher.service.ended", "process": "decode-0", "exit_code": -9, "restart_in_seconds": 0.5}
+    said = list(console_lines(["Traceback", json.dumps(ended), json.dumps({"event": "launcher.service.started"})]))
+
+    assert 1 == len(said)
+    assert "decode-0 ended with status -9" in said[0]
+
+
+def test_logs_are_merged_by_time_and_tracebacks_stay_together() -> None:
+    """Lines without a time follow the line they belong to."""
+    first = ['{"timestamp": "2026-01-01T00:00:01"}', "  traceback", '{"timestamp": "2026-01-01T00:00:03"}']
+    second = ['{"timestamp": "2026-01-01T00:00:02"}']
+
+    assert [("a", first[0]), ("a", first[1]), ("b", second[0]), ("a", first[2])] == merged(
+        [("a", first), ("b", second)]
+    )
+
+
+def test_a_log_is_read_in_whole_lines_across_a_new_run(tmp_path: Path) -> None:
+    """A half-written line waits, and a shorter file is a new one."""
+    log = tmp_path / "x.log"
+    reader = Tail(log)
+    log.write_text("one\ntw")
+    assert ["one"] == reader.read()
+    log.write_text("one\ntwo\n")
+    assert ["two"] == reader.read()
+    log.write_text("new\n")
+    assert ["new"] == reader.read()
+
+
+def test_logs_of_one_service_are_those_of_its_replicas(tmp_path: Path) -> None:
+    """`fathom logs prefill` shows prefill-0, and not prefill_lb."""
+    home = Home.of(tmp_path)
+    home.prepare()
+    for name in ("prefill-0", "prefill_lb", "decode-0"):
+        home.log(name).write_text(f"{name} speaks\n")
+
+    assert ["prefill-0 | prefill-0 speaks"] == list(follow(home, "prefill", num_lines=9, forever=False))
+    assert 3 == len(list(follow(home, None, num_lines=9, forever=False)))
+
+
+def test_refused_settings_are_told_without_the_table_of_all_settings(tmp_path: Path) -> None:
+    """Of what exit 78 prints, a person first needs the problems."""
+    log = tmp_path / "decode-0.log"
+    log.write_text(
+        "old\ndecode: bad settings\n  FATHOM_DECODE_MAX_BATCH: no number\nallowed:\n  FATHOM_DECODE_LISTEN\n"
+    )
+    bad = health("decode", exit_code=78, up=False).process.model_copy(update={"log": str(log)})
+
+    assert "FATHOM_DECODE_MAX_BATCH: no number" in last_words(bad)
+    assert "FATHOM_DECODE_LISTEN" not in last_words(bad)
+
+
+def test_a_missing_log_has_a_readable_tail(tmp_path: Path) -> None:
+    """The reason of a failed start never fails itself."""
+    assert "    (its log is empty)" == tail(tmp_path / "none.log")
+
+
+def test_server_sent_events_end_at_done() -> None:
+    """Comments, blank lines and what follows [DONE] are no events."""
+    assert [{"a": 1}] == list(events(iter([": hello", "", 'data: {"a": 1}', "data: [DONE]", 'data: {"b": 2}'])))
+
+
+def test_the_summary_line_names_the_four_figures() -> None:
+    """Prompt tokens, cached tokens, time to first token, speed."""
+    answer = Answer(40, 0, 11, first_seconds=0.25, last_seconds=1.25, finish_reason="stop")
+
+    assert "[40 prompt tokens, 0 cached, TTFT 250 ms, 10.0 tokens/s]" == answer.summary()
+
+
+def test_nobody_at_the_address_is_said_in_words() -> None:
+    """A refused connection is no traceback."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    with pytest.raises(Unanswered, match="nothing answers at"):
+        chat(f"http://127.0.0.1:{port}", "hello", max_tokens=1, temperature=0, show=print)
+
+
+def test_options_survive_the_way_to_the_supervisor() -> None:
+    """The supervisor reads exactly what `up` was told."""
+    options = Options(model=Path("/m"), settings=(("decode", "max_batch", "8"),))
+
+    assert options == Options.model_validate_json(options.model_dump_json())

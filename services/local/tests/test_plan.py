@@ -1,0 +1,133 @@
+"""Is the planned suite complete, wired together and stoppable in order?"""
+
+import importlib
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from services.chassis import config
+from services.chassis.config import SERVICES, ServiceSettings
+from services.local.home import Home
+from services.local.plan import (
+    GIB,
+    WIRED,
+    Machine,
+    Options,
+    ProcessPlan,
+    check_settings,
+    plan_suite,
+    pool_bytes,
+    stop_waves,
+    thread_plan,
+)
+
+KEY = "ab" * 32
+
+
+def planned(tmp_path: Path, **options) -> dict[str, ProcessPlan]:
+    plans = plan_suite(
+        Options(model=Path("/models/m"), **options),
+        Home.of(tmp_path),
+        Machine(cores=2, memory_bytes=16 * GIB),
+        count(20000),
+        python="/usr/bin/python3",
+        nats_server="/usr/bin/nats-server",
+        cluster_key=KEY,
+    )
+    return {plan.name: plan for plan in plans}
+
+
+def test_a_suite_is_nats_and_all_eight_services(tmp_path: Path) -> None:
+    """Nothing of the suite is missing, and NATS comes first."""
+    plans = planned(tmp_path, num_prefill=2, num_decode=3)
+
+    assert "nats-0" == next(iter(plans))
+    assert {"nats", *SERVICES} == {plan.service for plan in plans.values()}
+    assert ["prefill-0", "prefill-1"] == [name for name in plans if name.startswith("prefill-")]
+    assert ["decode-0", "decode-1", "decode-2"] == [name for name in plans if name.startswith("decode-")]
+
+
+def test_every_port_is_its_own(tmp_path: Path) -> None:
+    """No two processes are told to listen on the same port."""
+    plans = planned(tmp_path, num_prefill=2, num_decode=2).values()
+    used = [address for plan in plans for address in (plan.address, plan.metrics_address) if address]
+
+    assert len(set(used)) == len(used)
+
+
+def test_addresses_lead_to_the_process_meant(tmp_path: Path) -> None:
+    """Whoever calls a service is given the address that service listens on."""
+    plans = planned(tmp_path)
+
+    for plan in plans.values():
+        for field, value in plan.settings.items():
+            if field.endswith("_address"):
+                assert plans[field.removesuffix("_address") + "-0"].settings["listen"] == value, (plan.name, field)
+    assert "127.0.0.1:8000" == plans["recipe-0"].settings["public_listen"]
+
+
+def test_the_cluster_key_reaches_the_entrypoint_alone(tmp_path: Path) -> None:
+    """A secret is told to the one service that needs it, and never on a command line."""
+    plans = planned(tmp_path).values()
+
+    assert ["entrypoint"] == [plan.service for plan in plans if KEY in plan.settings.values()]
+    assert not [plan.name for plan in plans if KEY in plan.command]
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_every_service_accepts_what_it_is_told(tmp_path: Path, service: str) -> None:
+    """No planned setting is unknown to its service, and none that it needs is left out."""
+    module = vars(importlib.import_module(f"services.{service}.config")).values()
+    [accepted] = [
+        c for c in module if isinstance(c, type) and issubclass(c, ServiceSettings) and c is not ServiceSettings
+    ]
+    plan = planned(tmp_path)[f"{service}-0"]
+
+    settings, problems = config.check(accepted, config.child_environment(service, plan.settings, base={}))
+
+    assert [] == problems
+    assert settings is not None
+
+
+def test_a_chosen_setting_replaces_the_default_of_its_service_only(tmp_path: Path) -> None:
+    """--set decode.kv_bytes=1 changes decode's pool and nothing else."""
+    plans = planned(tmp_path, settings=(("decode", "kv_bytes", "1"),))
+
+    assert "1" == plans["decode-0"].settings["kv_bytes"]
+    assert "1" != plans["prefill-0"].settings["kv_bytes"]
+
+
+@pytest.mark.parametrize(("service", "field"), [("nats", "x"), *(("decode", field) for field in sorted(WIRED))])
+def test_what_holds_the_suite_together_cannot_be_set(service: str, field: str) -> None:
+    """A setting that would take the suite apart is refused before anything starts."""
+    with pytest.raises(ValueError, match=f"{service}.{field}"):
+        check_settings(Options(model=Path("/m"), settings=((service, field, "1"),)))
+
+
+def test_callers_stop_before_those_they_call(tmp_path: Path) -> None:
+    """Every process is in one wave; no service stops before one that calls it."""
+    plans = tuple(planned(tmp_path, num_decode=2).values())
+    waves = list(stop_waves(plans))
+
+    assert sorted(plan.name for plan in plans) == sorted(name for wave in waves for name in wave)
+    assert ["recipe-0"] == waves[0]
+    assert [["kvstore-0"], ["nats-0"]] == waves[-2:]
+
+
+@pytest.mark.parametrize(
+    ("cores", "num_prefill", "num_decode", "expected"),
+    [(1, 1, 1, (1, 1)), (2, 1, 1, (2, 2)), (2, 2, 2, (1, 1)), (8, 1, 2, (8, 4)), (2, 3, 1, (1, 2))],
+)
+def test_a_tier_never_has_more_threads_than_cores(cores, num_prefill, num_decode, expected) -> None:
+    """Replicas of one tier share the cores, and each has at least one thread."""
+    assert expected == thread_plan(cores, num_prefill, num_decode)
+
+
+@pytest.mark.parametrize(
+    ("memory", "engines", "expected"),
+    [(64 * GIB, 2, GIB), (8 * GIB, 2, GIB), (4 * GIB, 2, GIB // 2), (8 * GIB, 4, GIB // 2)],
+)
+def test_pools_leave_most_memory_alone(memory, engines, expected) -> None:
+    """All pools together take at most a quarter of the memory."""
+    assert expected == pool_bytes(memory, engines)

@@ -1,0 +1,212 @@
+"""What happens between `fathom up` and the ready line, and until its end?"""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from services.chassis.config import EXIT_CONFIG, child_environment
+from services.local import children, state
+from services.local.down import end
+from services.local.health import Health, ask_all
+from services.local.home import Home
+from services.local.plan import Options
+from services.local.ports import holder_of, is_free
+from services.local.progress import Display
+from services.local.talk import Unanswered, one_token
+
+POLL_SECONDS = 0.3
+# A stage that moves neither forward nor on for this long hangs; loading a large model from a slow disk still moves.
+STALL_SECONDS = 300.0
+# The balancers learn of the engines through NATS within a second or two of their being ready.
+FIRST_TOKEN_SECONDS = 30.0
+# Ends before the suite is ready: more are not bad luck.
+MOST_ENDS = 3
+TAIL_LINES = 15
+INTERRUPTED = 130  # what a shell says of a command that Ctrl-C ended
+BAD_SETTINGS = "bad settings\n"
+
+
+class NotStarted(Exception):  # noqa: N818 - reads as what happened
+    """The suite did not come up; the text is the reason, for the person who started it."""
+
+
+class Interrupted(Exception):  # noqa: N818 - reads as what happened
+    """Someone asked this command to end: Ctrl-C, SIGTERM or a closed terminal."""
+
+
+def up(home: Home, options: Options, display: Display, *, detach: bool) -> int:
+    """Start the suite, wait for its first real token, and stay with it unless detached. Return the exit status.
+
+    `options.model` is a folder that exists. Raises NotStarted after everything was stopped again.
+    """
+    began = time.monotonic()
+    lock = claim(home, options.port)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, _interrupt)
+    home.prepare()
+    supervisor = _start_supervisor(home, options, lock, bound=not detach)
+    os.close(lock)
+    is_ready = False
+    try:
+        with display:
+            suite = _wait_ready(home, supervisor, display)
+            model = _first_token(suite.url)
+        is_ready = True
+        print(ready_lines(suite.url, model, time.monotonic() - began), flush=True)
+        if detach:
+            return 0
+        _stay(home, supervisor)
+    except NotStarted as reason:
+        _stop(home, supervisor)
+        raise NotStarted(f"{reason}\nEverything was stopped again; the logs are in {home.logs}") from None
+    except Interrupted:
+        print("stopping", flush=True)
+        _stop(home, supervisor)
+        return 0 if is_ready else INTERRUPTED
+    return 0
+
+
+def claim(home: Home, port: int) -> int:
+    """Own this directory: return its lock, once what a killed suite left has ended; raise NotStarted if taken."""
+    lock = home.lock()
+    suite = state.read(home.state)
+    if lock is None:
+        where = f" at {suite.url} (pid {suite.supervisor.pid})" if suite is not None else ""
+        raise NotStarted(f"a suite already runs in this directory{where}; stop it with: fathom down")
+    if suite is not None:
+        end(home)
+    if not is_free(port):
+        holder = holder_of(port)
+        raise NotStarted(f"port {port} is in use{f' by {holder}' if holder else ''}; choose another one with --port")
+    return lock
+
+
+def ready_lines(url: str, model: str, seconds: float) -> str:
+    """Return the ready line and a request to paste."""
+    question = {"model": model, "messages": [{"role": "user", "content": "Count from one to ten."}], "stream": True}
+    curl = f"curl -N {url}/v1/chat/completions -H 'content-type: application/json' -d '{json.dumps(question)}'"
+    return f"ready: {model} at {url} ({seconds:.1f} s)\n\n  {curl}\n"
+
+
+def fault(health: Sequence[Health]) -> Health | None:
+    """Return the process that will not come up by itself, if there is one."""
+    for one in health:
+        ended = one.process.restarts + (1 if one.process.identity is None and one.process.exit_code is not None else 0)
+        # Bad settings stay bad; anything else gets a second chance, as the supervisor's restarts would give it later.
+        if ended >= MOST_ENDS or (ended and one.process.exit_code == EXIT_CONFIG):
+            return one
+    return None
+
+
+def _interrupt(*_: object) -> NoReturn:
+    for later in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(later, signal.SIG_IGN)  # the end is under way; a second Ctrl-C must not cut it short
+    raise Interrupted
+
+
+def _start_supervisor(home: Home, options: Options, lock: int, *, bound: bool) -> subprocess.Popen[bytes]:
+    # The state of an earlier suite must not be taken for this one's.
+    home.state.unlink(missing_ok=True)
+    module = (sys.executable, "-P", "-m", "services.local.supervisor")
+    return children.start(
+        (*module, str(home.root.parent), options.model_dump_json()),
+        log=home.supervisor_log,
+        environment=child_environment("local", {}, extra=children.PYTHON_VARIABLES),
+        bound=bound,
+        keep=(lock,),
+    )
+
+
+def _wait_ready(home: Home, supervisor: subprocess.Popen[bytes], display: Display) -> state.SuiteState:
+    last_change = time.monotonic()
+    last: list[tuple[str, str, int]] = []
+    while True:
+        suite = state.read(home.state)
+        if supervisor.poll() is not None:
+            raise NotStarted(f"the supervisor ended:\n{tail(home.supervisor_log)}")
+        if suite is not None and suite.processes:
+            health = asyncio.run(ask_all(suite))
+            display.services(health)
+            if (bad := fault(health)) is not None:
+                raise NotStarted(
+                    f"{bad.process.name} ended with status {bad.process.exit_code}:\n{last_words(bad.process)}"
+                )
+            if all(one.ready for one in health):
+                return suite
+            now = [(one.process.name, one.stage, one.done) for one in health]
+            if now != last:
+                last, last_change = now, time.monotonic()
+            if time.monotonic() - last_change > STALL_SECONDS:
+                slow = next(one for one in health if not one.ready)
+                raise NotStarted(
+                    f"{slow.process.name} made no progress for {STALL_SECONDS:.0f} s (stage: {slow.stage}):\n"
+                    f"{tail(Path(slow.process.log))}"
+                )
+        time.sleep(POLL_SECONDS)
+
+
+def _first_token(url: str) -> str:
+    give_up = time.monotonic() + FIRST_TOKEN_SECONDS
+    while True:
+        try:
+            return one_token(url)
+        except Unanswered as reason:
+            if time.monotonic() > give_up:
+                raise NotStarted(f"all services are ready, but a one-token request failed: {reason}") from None
+        time.sleep(POLL_SECONDS)
+
+
+def _stay(home: Home, supervisor: subprocess.Popen[bytes]) -> None:
+    """Say what the supervisor does, until it ends (`fathom down`) or we are interrupted."""
+    with home.supervisor_log.open(encoding="utf-8") as log:
+        while supervisor.poll() is None:
+            for line in console_lines(log.read().splitlines()):
+                print(line, flush=True)
+            time.sleep(POLL_SECONDS)
+    if supervisor.returncode:
+        raise NotStarted(f"the supervisor ended with status {supervisor.returncode}:\n{tail(home.supervisor_log)}")
+
+
+def console_lines(journal: Sequence[str]) -> Iterator[str]:
+    """Yield what a person should hear of the supervisor's log."""
+    for line in journal:
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(entry, dict) and entry.get("event") == "launcher.service.ended":
+            name, wait = entry["process"], entry["restart_in_seconds"]
+            yield f"{name} ended with status {entry['exit_code']}; next start in {wait} s (see: fathom logs {name})"
+
+
+def last_words(process: state.ProcessState) -> str:
+    """Return what the log of an ended process says about why: the refused settings, or the end of the log."""
+    log = Path(process.log)
+    if process.exit_code != EXIT_CONFIG:
+        return tail(log)
+    # Exit 78 prints the problems and then, at length, what is allowed.
+    problems = log.read_text(encoding="utf-8", errors="replace").rpartition(BAD_SETTINGS)[2].partition("\nallowed:")[0]
+    return f"    {problems.strip()}\n    (python -m services.{process.service} --help lists what is allowed)"
+
+
+def tail(log: Path, num_lines: int = TAIL_LINES) -> str:
+    """Return the end of a log, indented; a note when there is none."""
+    try:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-num_lines:]
+    except FileNotFoundError:
+        lines = []
+    return "\n".join(f"    {line}" for line in lines) or "    (its log is empty)"
+
+
+def _stop(home: Home, supervisor: subprocess.Popen[bytes]) -> None:
+    end(home)
+    if supervisor.poll() is None:  # it had not written its state yet
+        supervisor.terminate()
+    supervisor.wait()

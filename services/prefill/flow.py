@@ -1,0 +1,223 @@
+"""What becomes of one prompt here, from submit to handoff? Runs on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from proto.common_pb2 import FINISH_REASON_UNSPECIFIED, Request
+from proto.prefill_pb2 import HandoffDone, PrefillDeliver, PrefillEvent, PrefillSubmit
+from proto.prefill_pb2 import LastChunkStarted as LastChunkStartedEvent
+from services.chassis import names
+from services.chassis.block_keys import block_keys
+from services.chassis.errors import DeadlinePassed, InternalError, to_stream_error
+from services.chassis.telemetry import bind_request, current_traceparent, is_sampled, record_span, span
+from services.prefill.admission import Limits, answer_tokens, check_request
+from services.prefill.engine import ChunkDone, FirstTokenSampled, Happening, LastChunkStarted, LoadWanted, Prompt
+from services.prefill.first_token import first_token_event
+from services.prefill.handoff import Cargo, Delivered, Handoff
+from services.prefill.loading import allowed_seconds, load_hit
+from services.prefill.sampling import sampling_params
+
+if TYPE_CHECKING:
+    import grpc.aio
+
+    from services.chassis.engine_thread import EngineThread
+    from services.prefill.engine import PrefillEngine
+
+DELIVER_SECONDS = 10.0
+"""Longest wait for the decode replica's address after the first token; the blocks are held meanwhile."""
+HANDOFF_SECONDS = 30.0
+"""Longest handoff, waiting for room over there included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What all prompts on this replica share."""
+
+    engine: PrefillEngine
+    thread: EngineThread
+    limits: Limits
+    channel: Callable[[str], grpc.aio.Channel]
+    """The cached channel to an address."""
+    kvstore: grpc.aio.Channel | None
+    on_handoff: Callable[[str, int], None]
+    """Counts a finished handoff: backend, bytes."""
+    deliver_seconds: float = DELIVER_SECONDS
+
+
+class PromptFlow:
+    """One request on this replica. `send` gets its events, the last one before `run` returns."""
+
+    def __init__(self, submit: PrefillSubmit, around: Surroundings, send: Callable[[PrefillEvent], None]) -> None:
+        self._request: Request = submit.request
+        self._hit_tokens = submit.hit_tokens
+        self._around = around
+        self._send = send
+        self._happenings: asyncio.Queue[Happening] = asyncio.Queue()
+        self._traceparent = ""
+        self._cargo: Cargo | None = None
+        self._handoff: asyncio.Future[Handoff] = asyncio.get_running_loop().create_future()
+        self._delivering: asyncio.Task[Delivered] | None = None
+
+    def deliver_to(self, target: PrefillDeliver) -> None:
+        """Start the handoff: room is reserved there while the last chunk is still computed.
+
+        Ignored before `last_chunk_started`, which it answers. A later target takes the place of an earlier one, which
+        the entrypoint has given up.
+        """
+        if self._cargo is None:
+            return
+        if self._handoff.done():
+            self._handoff.result().abandon("another target was named")
+            self._handoff = asyncio.get_running_loop().create_future()
+        deadline = min(self._request.deadline_unix_seconds, time.time() + HANDOFF_SECONDS)
+        channel = self._around.channel(target.address)
+        self._handoff.set_result(Handoff(channel, target, self._cargo, deadline_unix_seconds=deadline))
+        if self._delivering is not None:
+            self._delivering.cancel()
+
+    async def run(self) -> None:
+        """Serve the request; an error becomes its last event. Cancel the task to cancel the request."""
+        request = self._request
+        bind_request(request.request_id)
+        with span("prefill.run", traceparent=request.traceparent) as whole:
+            whole.set_attribute(names.REQUEST_ID, request.request_id)
+            self._traceparent = current_traceparent()
+            try:
+                async with asyncio.timeout(request.deadline_unix_seconds - time.time()):
+                    await self._serve()
+            except TimeoutError:
+                self._emit(failed=to_stream_error(DeadlinePassed("the request's deadline passed during prefill")))
+            except Exception as error:  # noqa: BLE001 - mapped to its kind; a stranger is logged there
+                self._emit(failed=to_stream_error(error))
+
+    async def _serve(self) -> None:
+        check_request(self._request, self._around.limits)
+        prompt = self._prompt()
+        self._around.thread.post(self._around.engine.submit, prompt)
+        is_delivered = False
+        try:
+            first = await self._computed(prompt)
+            if first.sampled.problem is not None:
+                raise InternalError(f"no token could be sampled: {first.sampled.problem}")
+            event = first_token_event(self._request, first, answer_tokens(self._request, self._around.limits))
+            self._emit(first_token=event)
+            if event.token.finish_reason == FINISH_REASON_UNSPECIFIED:
+                await self._hand_off(prompt, first)
+                is_delivered = True
+        finally:
+            self._around.thread.post(self._around.engine.release, prompt)
+            if self._delivering is not None:
+                self._delivering.cancel()
+            if self._handoff.done() and not is_delivered:
+                self._handoff.result().abandon("the request ended on the prefill side")
+
+    def _prompt(self) -> Prompt:
+        request = self._request
+        block_tokens = self._around.limits.block_tokens
+        token_ids = tuple(request.prompt_token_ids)
+        return Prompt(
+            token_ids=token_ids,
+            keys=block_keys(request.key_root, token_ids, block_tokens=block_tokens),
+            sampling=sampling_params(request.sampling),
+            priority=request.priority,
+            stored_blocks=self._hit_tokens // block_tokens if self._around.kvstore is not None else 0,
+            listener=self._happenings.put_nowait,
+        )
+
+    async def _computed(self, prompt: Prompt) -> FirstTokenSampled:
+        """Follow the engine until the first token is there."""
+        while True:
+            happening = await self._happenings.get()
+            match happening:
+                case LoadWanted():
+                    await self._load(prompt, happening)
+                case LastChunkStarted():
+                    self._announce(prompt)
+                case ChunkDone():
+                    self._record_chunk(happening)
+                case FirstTokenSampled():
+                    return happening
+
+    async def _load(self, prompt: Prompt, wanted: LoadWanted) -> None:
+        around, limits = self._around, self._around.limits
+        assert around.kvstore is not None, "without a store no block is said to be stored"
+        seconds = allowed_seconds(
+            len(wanted.keys) * limits.block_tokens,
+            tokens_per_second=around.engine.load.tokens_per_second,
+            seconds_left=self._request.deadline_unix_seconds - time.time(),
+        )
+        with span("prefill.load_hit") as hop:
+            num_loaded = await load_hit(
+                around.kvstore,
+                wanted.keys,
+                lambda payloads: around.thread.call(around.engine.loaded, prompt, payloads),
+                fingerprint=limits.fingerprint,
+                block_bytes=limits.block_bytes,
+                timeout_seconds=seconds,
+            )
+            hop.set_attribute(names.BLOCKS, num_loaded)
+        around.thread.post(around.engine.loading_ended, prompt)
+
+    def _announce(self, prompt: Prompt) -> None:
+        """Ask for a decode replica, unless the answer can have only one token."""
+        limits = self._around.limits
+        if answer_tokens(self._request, limits) == 1:
+            return
+        self._cargo = Cargo(
+            request_id=self._request.request_id,
+            fingerprint=limits.fingerprint,
+            keys=prompt.keys,
+            kv_tokens=len(prompt.token_ids),
+            num_blocks=-(-len(prompt.token_ids) // limits.block_tokens),
+            block_bytes=limits.block_bytes,
+        )
+        self._emit(last_chunk_started=LastChunkStartedEvent(kv_tokens=len(prompt.token_ids)))
+
+    async def _hand_off(self, prompt: Prompt, first: FirstTokenSampled) -> None:
+        with span("handoff") as hop:
+            hop.set_attribute(names.KV_TOKENS, len(prompt.token_ids))
+            replica, delivered = await self._deliver(prompt, first)
+            hop.set_attribute(names.HANDOFF_BACKEND, delivered.backend)
+            hop.set_attribute(names.HANDOFF_BYTES, delivered.num_bytes)
+        self._around.on_handoff(delivered.backend, delivered.num_bytes)
+        done = HandoffDone(replica=replica, num_bytes=delivered.num_bytes, backend=delivered.backend)
+        self._emit(handoff_done=done)
+
+    async def _deliver(self, prompt: Prompt, first: FirstTokenSampled) -> tuple[str, Delivered]:
+        """Deliver to the target, or to a later one if it changes meanwhile; return its name and what it took."""
+        around = self._around
+        while True:
+            try:
+                # Not wait_for: in Python 3.11 it swallows a cancel that comes together with the result.
+                async with asyncio.timeout(around.deliver_seconds):
+                    handoff = await asyncio.shield(self._handoff)
+            except TimeoutError:
+                raise DeadlinePassed(f"nobody said within {around.deliver_seconds:g} s where the KV goes") from None
+            delivery = handoff.deliver(
+                lambda blocks: around.thread.call(around.engine.read_blocks, prompt, blocks),
+                first_token_id=first.sampled.token_id,
+                cached_tokens=first.cached_tokens,
+            )
+            self._delivering = asyncio.create_task(delivery, name="handoff deliver")
+            await asyncio.wait([self._delivering])
+            if handoff is self._handoff.result():
+                return handoff.replica, self._delivering.result()
+
+    def _record_chunk(self, chunk: ChunkDone) -> None:
+        if is_sampled(self._traceparent):
+            attributes: dict[str, Any] = {names.CHUNK_TOKENS: chunk.num_tokens}
+            record_span(
+                "prefill.chunk",
+                traceparent=self._traceparent,
+                start_unix_seconds=chunk.started,
+                end_unix_seconds=chunk.ended,
+                **attributes,
+            )
+
+    def _emit(self, **event: Any) -> None:  # one keyword of PrefillEvent's oneof
+        self._send(PrefillEvent(request_id=self._request.request_id, **event))

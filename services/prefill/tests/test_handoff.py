@@ -1,0 +1,134 @@
+"""How does a prompt's KV get to the decode replica?"""
+
+import asyncio
+
+import pytest
+
+from proto.prefill_pb2 import PrefillDeliver
+from services.chassis.errors import BlocksLost, Overloaded
+from services.prefill.tests.rig import BLOCK, BOOT, keys_of, kinds, prefill_replica, request, until
+
+
+@pytest.fixture
+async def rig(folder, tmp_path):
+    async with prefill_replica(folder, shm=tmp_path) as running:
+        yield running
+        await running.idle()
+
+
+@pytest.mark.parametrize("backend", ["shm", "grpc", "unreachable", "foreign"])
+async def test_the_bytes_arrive_on_every_way(rig, backend, tmp_path):
+    """Shared memory where both see it, gRPC where they do not, also when the path leads to another's file."""
+    if backend == "grpc":
+        rig.decode.folder = None
+    elif backend != "shm":
+        rig.decode.wrong_path = str(tmp_path / "elsewhere")
+        if backend == "foreign":
+            (tmp_path / "elsewhere").write_bytes(bytes(5000))
+    wanted = request("way", 3 * BLOCK + 3)
+    done = (await rig.serve(wanted))[-1].handoff_done
+    ((commit, blocks),) = rig.decode.committed
+
+    assert rig.source.prompt(wanted)[0][:3] == blocks[:3]
+    assert (4 * rig.decode.block_bytes, "decode-0") == (done.num_bytes, done.replica)
+    assert ("shm" if backend == "shm" else "grpc") == done.backend
+    assert 3 * BLOCK + 3 == commit.kv_tokens
+
+
+async def test_the_reservation_names_boot_keys_and_length(rig):
+    """What decode needs to refuse a stale pick, and to find blocks it has."""
+    wanted = request("names", 2 * BLOCK + 1)
+    await rig.serve(wanted)
+    ((asked, _),) = rig.decode.reserved.values()
+
+    assert (BOOT, rig.fingerprint, 2 * BLOCK + 1) == (asked.boot_id, asked.fingerprint, asked.kv_tokens)
+    assert list(keys_of(wanted)) == list(asked.block_keys)
+
+
+@pytest.mark.parametrize("folder_of", ["shm", "grpc"])
+async def test_present_blocks_stay_home(rig, folder_of):
+    """Only what decode lacks travels."""
+    rig.decode.present = 2
+    if folder_of == "grpc":
+        rig.decode.folder = None
+    wanted = request("present", 3 * BLOCK + 3)
+    done = (await rig.serve(wanted))[-1].handoff_done
+    ((_, blocks),) = rig.decode.committed
+
+    assert rig.source.prompt(wanted)[0][2] == blocks[0]
+    assert 2 * rig.decode.block_bytes == done.num_bytes
+
+
+@pytest.mark.parametrize("method", ["Reserve", "Push", "Commit"])
+async def test_a_failing_handoff_ends_the_request_and_gives_the_ticket_back(rig, method):
+    """The error reaches the entrypoint; decode is told; the blocks are free."""
+    rig.decode.folder = None
+    rig.decode.errors[method] = Overloaded("full") if method == "Reserve" else BlocksLost("gone")
+    events = await rig.serve(request("failing", 40))
+    assert ("Overloaded" if method == "Reserve" else "BlocksLost") == events[-1].failed.kind
+    await rig.idle()
+    await until(lambda: len(rig.decode.aborted) >= len(rig.decode.reserved))
+
+
+async def test_a_dead_target_is_a_lost_peer(rig):
+    """Nobody listens there: the request fails at once, not after a timeout."""
+    async with asyncio.timeout(5), await rig.submit(request("dead", 40)) as events:
+        async for event in events:
+            if event.HasField("last_chunk_started"):
+                await rig.deliver("dead", "127.0.0.1:1")
+            if event.HasField("failed"):
+                break
+    assert "PeerLost" == event.failed.kind
+
+
+async def test_a_later_target_takes_the_place_of_an_earlier_one(rig):
+    """The entrypoint found another replica: the KV goes there, and the first ticket goes back."""
+    async with asyncio.timeout(5), await rig.submit(request("moved", 40)) as events:
+        rig.decode.gate.clear()
+        seen = []
+        async for event in events:
+            seen.append(event)
+            if event.HasField("last_chunk_started"):
+                await rig.deliver("moved", "127.0.0.1:1")
+                await rig.deliver("moved")
+            if event.HasField("first_token"):
+                rig.decode.gate.set()
+            if event.HasField("handoff_done") or event.HasField("failed"):
+                break
+    assert ["last_chunk_started", "first_token", "handoff_done"] == kinds(seen)
+
+
+async def test_nobody_says_where_the_kv_goes(folder):
+    """The wait is bounded; then the request fails and its blocks are free."""
+    async with prefill_replica(folder, deliver_seconds=0.1) as rig:
+        async with asyncio.timeout(5), await rig.submit(request("lonely", 40)) as events:
+            async for event in events:
+                if event.HasField("failed"):
+                    break
+        assert "DeadlinePassed" == event.failed.kind
+        await rig.idle()
+
+
+@pytest.mark.slow
+async def test_the_deadline_ends_a_slow_handoff(rig):
+    """A decode replica that does not answer costs no more than the request's deadline."""
+    rig.decode.gate.clear()
+    events = await rig.serve(request("slow", 40, seconds=0.5))
+    rig.decode.gate.set()
+
+    assert "DeadlinePassed" == events[-1].failed.kind
+
+
+async def test_a_cancel_that_comes_together_with_the_target_still_cancels(rig):
+    """Nothing is handed over for a request that nobody wants any more."""
+    async with asyncio.timeout(5), await rig.submit(request("both", 40)) as events:
+        async for event in events:
+            if event.HasField("first_token"):
+                break
+    target = PrefillDeliver(request_id="both", replica="decode-0", address=rig.decode_address, boot_id=BOOT)
+    rig.replica.servicer._flows["both"].deliver_to(target)
+    rig.replica.servicer.tasks.cancel("both", "test")
+    await rig.idle()
+    await until(lambda: len(rig.decode.aborted) == len(rig.decode.reserved) == 1)
+
+    assert [] == rig.decode.committed

@@ -1,0 +1,220 @@
+"""What does an answer look like on the wire? OpenAI's objects, whole and in chunks."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import orjson
+
+from services.recipe.detokenize import Detokenizer
+from services.recipe.jobs import Job
+from services.recipe.schema import AnswerRules
+from services.recipe.tokenizer import PromptTokenizer
+from services.recipe.transcript import Piece, Score, Transcript
+
+DONE = b"data: [DONE]\n\n"
+_LEAST_LOGPROB = -9999.0  # as OpenAI writes minus infinity, which JSON cannot
+
+
+@dataclass(slots=True)
+class Choice:
+    """One choice on its way to the caller. `pieces` holds what was shown, for whole answers."""
+
+    job: Job
+    transcript: Transcript
+    pieces: list[Piece] = field(default_factory=list)
+
+
+class Replies:
+    """Writes the answer to one request. Subclasses differ in where the text stands."""
+
+    id_prefix: ClassVar[str]
+    whole_object: ClassVar[str]
+    chunk_object: ClassVar[str]
+    no_logprobs: ClassVar[dict[str, Any]]
+
+    def __init__(
+        self, request_id: str, model: str, tokenizer: PromptTokenizer, rules: AnswerRules, *, has_scores: bool
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._rules = rules
+        self._has_scores = has_scores
+        self._head = {"id": f"{self.id_prefix}{request_id}", "created": int(time.time()), "model": model}
+        self._chunk_head = {**self._head, "object": self.chunk_object}
+
+    @property
+    def id(self) -> str:
+        """The answer's own id."""
+        return str(self._head["id"])
+
+    def opening(self, job: Job) -> bytes:
+        """Return the frames that precede a choice's first text."""
+        raise NotImplementedError
+
+    def chunk(self, job: Job, piece: Piece) -> bytes:
+        """Return the frames that show a piece, the finishing one included."""
+        raise NotImplementedError
+
+    def _choice(self, choice: Choice, text: str, scores: Sequence[Score]) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def usage_chunk(self, choices: Sequence[Choice]) -> bytes:
+        """Return the last frame of a stream that asked for usage."""
+        return _frame({**self._chunk_head, "choices": [], "usage": usage(choices)})
+
+    def whole(self, choices: Sequence[Choice]) -> bytes:
+        """Return the body of an answer that is not streamed."""
+        told = []
+        for choice in choices:
+            text = "".join(piece.text for piece in choice.pieces)
+            scores = [score for piece in choice.pieces for score in piece.scores]
+            body = self._choice(choice, text, scores) | {"finish_reason": choice.transcript.finish_reason}
+            if self._has_scores and body["logprobs"] is None:
+                body["logprobs"] = self.no_logprobs
+            if self._rules.returns_token_ids:
+                body["prompt_token_ids"] = list(choice.job.prompt_ids)
+                body["token_ids"] = [token_id for piece in choice.pieces for token_id in piece.token_ids]
+            told.append(body)
+        return orjson.dumps({**self._head, "object": self.whole_object, "choices": told, "usage": usage(choices)})
+
+    def _frame(self, choice: dict[str, Any]) -> bytes:
+        chunk: dict[str, Any] = {**self._chunk_head, "choices": [choice]}
+        if self._rules.includes_usage:
+            chunk["usage"] = None
+        return _frame(chunk)
+
+    def _ids(self, piece: Piece) -> dict[str, Any]:
+        return {"token_ids": piece.token_ids} if self._rules.returns_token_ids else {}
+
+    def _prompt_ids(self, job: Job) -> dict[str, Any]:
+        return {"prompt_token_ids": list(job.prompt_ids), "token_ids": []} if self._rules.returns_token_ids else {}
+
+
+class ChatReplies(Replies):
+    """Answers of /v1/chat/completions."""
+
+    id_prefix: ClassVar[str] = "chatcmpl-"
+    whole_object: ClassVar[str] = "chat.completion"
+    chunk_object: ClassVar[str] = "chat.completion.chunk"
+    no_logprobs: ClassVar[dict[str, Any]] = {"content": [], "refusal": None}
+
+    def opening(self, job: Job) -> bytes:
+        return self._delta(job, {"role": "assistant", "content": "", "refusal": None}, None, self._prompt_ids(job))
+
+    def chunk(self, job: Job, piece: Piece) -> bytes:
+        logprobs = self._logprobs(piece.scores)
+        extras = self._ids(piece)
+        frames = b""
+        if piece.text:
+            frames = self._delta(job, {"content": piece.text}, None, extras, logprobs)
+            logprobs, extras = None, {}
+        if piece.finish_reason is not None:
+            frames += self._delta(job, {}, piece.finish_reason, extras, logprobs)
+        return frames
+
+    def _delta(
+        self,
+        job: Job,
+        delta: dict[str, Any],
+        finish_reason: str | None,
+        extras: dict[str, Any],
+        logprobs: dict[str, Any] | None = None,
+    ) -> bytes:
+        choice = {"index": job.choice, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason, **extras}
+        return self._frame(choice)
+
+    def _choice(self, choice: Choice, text: str, scores: Sequence[Score]) -> dict[str, Any]:
+        message = {"role": "assistant", "content": text, "refusal": None}
+        return {"index": choice.job.choice, "message": message, "logprobs": self._logprobs(scores)}
+
+    def _logprobs(self, scores: Sequence[Score]) -> dict[str, Any] | None:
+        if not scores:
+            return None
+        return {"content": [self._position(score) for score in scores], "refusal": None}
+
+    def _position(self, score: Score) -> dict[str, Any]:
+        position = score.position
+        top = [self._token(token.token_id, token.logprob) for token in position.top]
+        return self._token(position.chosen.token_id, position.chosen.logprob) | {"top_logprobs": top}
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        # A special token has a spelling but adds no bytes to the text.
+        piece = self._tokenizer.pieces[token_id] if token_id < self._tokenizer.num_tokens else b""
+        return {
+            "token": self._tokenizer.spelling(token_id),
+            "logprob": max(logprob, _LEAST_LOGPROB),
+            "bytes": list(piece),
+        }
+
+
+class CompletionReplies(Replies):
+    """Answers of /v1/completions. echoes: what to show before each prompt's answers, by prompt; empty without echo."""
+
+    id_prefix: ClassVar[str] = "cmpl-"
+    whole_object: ClassVar[str] = "text_completion"
+    chunk_object: ClassVar[str] = "text_completion"
+    no_logprobs: ClassVar[dict[str, Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+
+    def __init__(self, *args: Any, echoes: Sequence[str] = (), **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._echoes = echoes
+
+    def opening(self, job: Job) -> bytes:
+        echo, ids = self._echo(job), self._prompt_ids(job)
+        if not echo and not ids:
+            return b""
+        return self._frame({"index": job.choice, "text": echo, "logprobs": None, "finish_reason": None, **ids})
+
+    def chunk(self, job: Job, piece: Piece) -> bytes:
+        return self._frame(
+            {
+                "index": job.choice,
+                "text": piece.text,
+                "logprobs": self._logprobs(piece.scores),
+                "finish_reason": piece.finish_reason,
+                **self._ids(piece),
+            }
+        )
+
+    def _choice(self, choice: Choice, text: str, scores: Sequence[Score]) -> dict[str, Any]:
+        return {"index": choice.job.choice, "text": self._echo(choice.job) + text, "logprobs": self._logprobs(scores)}
+
+    def _echo(self, job: Job) -> str:
+        return self._echoes[job.prompt] if self._echoes else ""
+
+    def _logprobs(self, scores: Sequence[Score]) -> dict[str, Any] | None:
+        if not scores:
+            return None
+        spelled = self._tokenizer.spelling
+        return {
+            "tokens": [spelled(score.position.chosen.token_id) for score in scores],
+            "token_logprobs": [max(score.position.chosen.logprob, _LEAST_LOGPROB) for score in scores],
+            "top_logprobs": [
+                {spelled(token.token_id): max(token.logprob, _LEAST_LOGPROB) for token in score.position.top}
+                for score in scores
+            ],
+            "text_offset": [score.offset for score in scores],
+        }
+
+
+def echo_text(prompt: str | Sequence[int], tokenizer: PromptTokenizer) -> str:
+    """Return a prompt as text; token ids are spelled out, special ones left out."""
+    return prompt if isinstance(prompt, str) else Detokenizer(tokenizer.pieces).feed(prompt)
+
+
+def usage(choices: Sequence[Choice]) -> dict[str, Any]:
+    """Return OpenAI's usage object. A prompt counts once, however many choices continue it."""
+    firsts = {choice.job.prompt: choice for choice in reversed(choices)}.values()
+    prompt_tokens = sum(len(choice.job.prompt_ids) for choice in firsts)
+    completion_tokens = sum(choice.transcript.num_tokens for choice in choices)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(choice.transcript.cached_tokens for choice in firsts)},
+    }
+
+
+def _frame(payload: dict[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(payload) + b"\n\n"

@@ -1,0 +1,83 @@
+"""Is the tree fit to commit? Runs every fast check, two at a time, and says which failed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+_BIN = Path(sys.executable).parent
+_DEADLINE_SECONDS = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One command that must exit with 0."""
+
+    name: str
+    command: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one check said, and how long it took."""
+
+    check: Check
+    seconds: float
+    code: int
+    output: str
+
+
+def _python(*words: str) -> tuple[str, ...]:
+    return (sys.executable, "-m", *words)
+
+
+# Longest first: the two workers then finish at about the same time.
+CHECKS = (
+    Check("types", _python("mypy")),
+    Check(
+        "fast tests",
+        _python("pytest", "-q", "-m", "not slow", "--ignore=e2e", "-x", "--no-header", "-p", "no:cacheprovider"),
+    ),
+    Check("import contracts", (str(_BIN / "lint-imports"),)),
+    Check("lint", (str(_BIN / "ruff"), "check", "--quiet")),
+    Check("format", (str(_BIN / "ruff"), "format", "--check", "--quiet")),
+    Check("sizes", _python("tools.sizes")),
+    Check("stubs", _python("tools.stubs", "--check")),
+)
+
+
+def run(check: Check) -> Outcome:
+    """Run one check to its end, or to the deadline."""
+    begun = time.monotonic()
+    try:
+        done = subprocess.run(
+            check.command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=_DEADLINE_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return Outcome(check, time.monotonic() - begun, 124, f"no end after {_DEADLINE_SECONDS} s")
+    return Outcome(check, time.monotonic() - begun, done.returncode, done.stdout + done.stderr)
+
+
+def main(checks: Sequence[Check] = CHECKS) -> None:
+    begun = time.monotonic()
+    failed = []
+    with ThreadPoolExecutor(max_workers=2) as workers:
+        for outcome in workers.map(run, checks):
+            verdict = "ok" if outcome.code == 0 else "FAILED"
+            print(f"{outcome.check.name:18} {verdict:7} {outcome.seconds:5.1f} s", flush=True)
+            if outcome.code:
+                failed.append(outcome)
+    for outcome in failed:
+        print(f"\n--- {outcome.check.name}: {' '.join(outcome.check.command)}\n{outcome.output[-6000:]}")
+    print(f"\n{len(checks) - len(failed)} of {len(checks)} checks passed in {time.monotonic() - begun:.0f} s")
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
