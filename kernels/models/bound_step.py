@@ -49,7 +49,7 @@ class BoundStep:
         self._rotated_keys = self._rotated[:tokens, config.num_heads :]
         self._token_rows = cache.token_rows_of_layers(plan.token_rows)
         queries = torch.unflatten(self._rotated[:, : config.num_heads], 1, (config.num_kv_heads, config.group))
-        attended = scratch.take("attended", (rows, config.num_kv_heads, config.group, dim))
+        attended = scratch.take("attended", (rows, config.num_kv_heads, config.group, dim), kernel.activation)
         self._attended = attended.view(rows, -1)
         self._parts: list[_DecodePart | _ChunkPart] = [
             _DecodePart(self, group, queries, attended) for group in plan.decode_groups
@@ -63,7 +63,7 @@ class BoundStep:
         self._project(index, layer, rows)
         for part in self._parts:
             part.run(index)
-        self.hidden.add_(layer.output.run(self._activation(self._attended), plan.tiles, scratch))
+        self.hidden.add_(layer.output.run(self._attended, plan.tiles, scratch))
         rows = self.normalised(self._padded, layer.ffn_norm)
         product = layer.gate_up.run(rows, plan.tiles, scratch)
         if not self._kernel.pack_swiglu:

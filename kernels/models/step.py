@@ -232,5 +232,5 @@ class StepPlanner:
 
 _WASTED_UNITS = 4
 """Padding units a decode group may have before it is cut: about the cost of the calls of one more group."""
-_GATHER_BYTES = 5 << 20
-"""fp32 K and V of one decode group: small enough to stay in cache between being gathered and multiplied."""
+_GATHER_BYTES = 10 << 20
+"""fp32 K and V of one decode group: they should stay in cache between being gathered and multiplied (measured)."""

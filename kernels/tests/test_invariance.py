@@ -81,6 +81,7 @@ def test_block_length_is_no_part_of_the_arithmetic(dtype) -> None:
     assert torch.equal(compute(executor_of(dtype, 16), IDS, [0]), compute(executor_of(dtype, 128), IDS, [0, 77]))
 
 
+@pytest.mark.slow
 def test_thread_count_changes_nothing_here() -> None:
     """Prefill and decode may run with other thread counts; where that changed a bit the fingerprints would differ."""
     folder = write_tiny("qwen3", Path(mkdtemp(prefix="fathom-tiny-")))
