@@ -42,7 +42,9 @@ CHECKS = (
     Check("types", _python("mypy")),
     Check(
         "fast tests",
-        _python("pytest", "-q", "-m", "not slow", "--ignore=e2e", "-x", "--no-header", "-p", "no:cacheprovider"),
+        _python(
+            "pytest", "-q", "-m", "not slow", "--ignore=e2e", "-x", "--no-header", "-n", "2", "--dist", "worksteal"
+        ),
     ),
     Check("import contracts", (str(_BIN / "lint-imports"),)),
     Check("lint", (str(_BIN / "ruff"), "check", "--quiet")),
