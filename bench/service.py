@@ -19,9 +19,10 @@ import psutil
 
 from bench.machine import describe
 from e2e.suite import Suite
-from kernels.batch import SamplingParams
+from kernels.batch import Batch, Row, SamplingParams
 from kernels.executor import Executor
 from kernels.generate import GenerateRequest, Generator
+from services.local.plan import thread_plan
 from services.local.pull import pull
 
 CONCURRENCY = 8
@@ -89,19 +90,25 @@ def engine_speed(generator: Generator) -> float:
     return sum(len(r.token_ids) for r in results) / (time.perf_counter() - begun)
 
 
-async def added_latency(client: httpx.AsyncClient, model: str, generator: Generator) -> None:
+def warm_step(executor: Executor, prompt: Sequence[int]) -> None:
+    """Compute what prefill computes for a warm prompt: its last token, against one block of KV."""
+    row = Row(sequence=0, token_ids=prompt[-1:], position=len(prompt) - 1, block_table=(1, 2), sampling=_GREEDY)
+    executor.collect(executor.launch(Batch(rows=(row,))))
+
+
+async def added_latency(client: httpx.AsyncClient, model: str, executor: Executor) -> None:
     """Warm one-token answers: the whole way by HTTP, minus what the engine needs for that token."""
     prompt = fresh_prompt(WARM_PROMPT_TOKENS)
     for _ in range(5):
         await ask(client, model, prompt, 1)
+        warm_step(executor, prompt)
     whole, alone = [], []
-    one = [GenerateRequest(token_ids=prompt[:1], sampling=_GREEDY, max_tokens=1)]
     for _ in range(WARM_REQUESTS):
         begun = time.perf_counter()
         await ask(client, model, prompt, 1)
         whole.append(time.perf_counter() - begun)
         begun = time.perf_counter()
-        generator.generate(one)
+        warm_step(executor, prompt)
         alone.append(time.perf_counter() - begun)
     added = (statistics.median(whole) - statistics.median(alone)) * 1e3
     say(
@@ -123,13 +130,15 @@ async def measure(folder: Path, model_dir: Path) -> None:
             if process.service in TORCH_FREE:
                 rss = psutil.Process(await suite.pid(process.name)).memory_info().rss / 2**20
                 say(f"idle_rss_{process.service}", rss, "MiB", target="<= 120")
-        executor = Executor.load(model_dir, dtype="bf16", num_blocks=64, threads=2)
-        generator = Generator(executor)
+        cores = psutil.cpu_count() or 1
+        like_prefill = Executor.load(model_dir, dtype="bf16", num_blocks=8, threads=thread_plan(cores, 1, 1))
         async with httpx.AsyncClient(base_url=suite.base_url, timeout=_TIMEOUT) as client:
             model = (await client.get("/v1/models")).json()["data"][0]["id"]
             await ask(client, model, fresh_prompt(PROMPT_TOKENS), 8)
+            await added_latency(client, model, like_prefill)
+            # Alone, the engine has every core to itself.
+            generator = Generator(Executor.load(model_dir, dtype="bf16", num_blocks=64, threads=cores))
             generator.generate([GenerateRequest(token_ids=fresh_prompt(PROMPT_TOKENS), max_tokens=8)])
-            await added_latency(client, model, generator)
             speeds = []
             for _ in range(ROUNDS):
                 alone = engine_speed(generator)

@@ -24,17 +24,20 @@ def one_process(
     max_tokens: int,
     dtype: Literal["bf16", "fp32", "int8"],
     chunk_tokens: int | None = None,
+    at_once: int = 1,
 ) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Answer each prompt alone, in chunks of `chunk_tokens` (None: whole). Returns sampling -> prompt -> token ids."""
+    """Answer `at_once` prompts at a time, in chunks of `chunk_tokens` (None: whole).
+
+    Returns sampling -> prompt -> token ids.
+    """
     executor = Executor.load(model_dir, dtype=dtype, num_blocks=_NUM_BLOCKS, threads=2)
-    generator = Generator(executor, chunk_tokens=chunk_tokens or _WHOLE_PROMPT_TOKENS)
+    generator = Generator(executor, chunk_tokens=chunk_tokens or _WHOLE_PROMPT_TOKENS, max_batch=at_once)
     found: dict[str, dict[str, tuple[int, ...]]] = {}
     for sampling in samplings:
         params = SamplingParams(**dict(sampling.fields))  # type: ignore[arg-type]  # the API's names are the engine's
-        answers = found.setdefault(sampling.name, {})
-        for name, token_ids in prompts.items():
-            request = GenerateRequest(token_ids=token_ids, sampling=params, max_tokens=max_tokens)
-            answers[name] = generator.generate([request])[0].token_ids
+        requests = [GenerateRequest(token_ids=ids, sampling=params, max_tokens=max_tokens) for ids in prompts.values()]
+        results = generator.generate(requests)
+        found[sampling.name] = {name: result.token_ids for name, result in zip(prompts, results, strict=True)}
     # Half a gigabyte of weights must not stay while the services load theirs.
     del generator, executor
     gc.collect()

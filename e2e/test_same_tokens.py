@@ -3,39 +3,46 @@
 The yardstick is one process without services. Every other path must give exactly its ids, greedy and seeded.
 """
 
+from pathlib import Path
 from typing import Literal
 
 import httpx
 import pytest
 
-from e2e.client import GREEDY, SEEDED, Sampling, complete, complete_all
+from e2e.client import GREEDY, SEEDED, complete, complete_all
 from e2e.one_process import one_process
 from e2e.prompts import BLOCK_TOKENS, Prompt, bf16_prompts, prompts
 from e2e.suite import Suite
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-MAX_TOKENS = 12
+MAX_TOKENS = 8
 BOTH = (GREEDY, SEEDED)
 
 Expected = dict[str, dict[str, tuple[int, ...]]]
 
 
 def expected_tokens(
-    model_dir, wanted: list[Prompt], *, dtype: Literal["bf16", "fp32"], chunk_tokens: int | None = None
+    model_dir: Path,
+    wanted: list[Prompt],
+    *,
+    dtype: Literal["bf16", "fp32"],
+    chunk_tokens: int | None = None,
+    at_once: int = 1,
+    max_tokens: int = MAX_TOKENS,
 ) -> Expected:
     """Tokens of the one-process path: sampling name -> prompt name -> ids."""
     ids = {p.name: p.token_ids for p in wanted}
-    return one_process(model_dir, ids, samplings=BOTH, max_tokens=MAX_TOKENS, dtype=dtype, chunk_tokens=chunk_tokens)
+    return one_process(
+        model_dir, ids, samplings=BOTH, max_tokens=max_tokens, dtype=dtype, chunk_tokens=chunk_tokens, at_once=at_once
+    )
 
 
-async def tokens_of(
-    suite: Suite, wanted: list[Prompt], *, at_once: int, samplings: tuple[Sampling, ...] = BOTH
-) -> Expected:
+async def tokens_of(suite: Suite, wanted: list[Prompt], *, at_once: int, max_tokens: int = MAX_TOKENS) -> Expected:
     found: Expected = {}
-    for sampling in samplings:
+    for sampling in BOTH:
         answers = await complete_all(
-            suite.base_url, [p.token_ids for p in wanted], at_once=at_once, max_tokens=MAX_TOKENS, sampling=sampling
+            suite.base_url, [p.token_ids for p in wanted], at_once=at_once, max_tokens=max_tokens, sampling=sampling
         )
         found[sampling.name] = {p.name: a.token_ids for p, a in zip(wanted, answers, strict=True)}
     return found
@@ -66,8 +73,9 @@ def test_at_least_24_prompts_of_every_kind(fp32_prompts):
 
 @pytest.mark.parametrize("chunk_tokens", [128, 256])
 def test_chunked_prefill_gives_the_same_tokens(model_dir, fp32_prompts, fp32_expected, chunk_tokens):
-    """Chunk budgets of 128, 256 and whole prompts agree."""
-    assert fp32_expected == expected_tokens(model_dir, fp32_prompts, dtype="fp32", chunk_tokens=chunk_tokens)
+    """Chunk budgets of 128, 256 and whole prompts agree, also with seven others in the same steps."""
+    found = expected_tokens(model_dir, fp32_prompts, dtype="fp32", chunk_tokens=chunk_tokens, at_once=8)
+    assert fp32_expected == found
 
 
 async def test_split_then_batched_then_warm_from_the_store(model_dir, fp32_prompts, fp32_expected, tmp_path_factory):
@@ -101,20 +109,16 @@ async def test_two_prefill_and_two_decode_replicas_in_chunks_of_128(
         assert 2 == len(loads)
 
 
-async def test_preempted_sequences_give_the_same_tokens(model_dir, fp32_prompts, fp32_expected, tmp_path_factory):
-    """A decode pool too small for eight growing sequences: some lose their blocks, are recomputed, and nobody can tell."""
-    wanted = [
-        p for p in fp32_prompts if len(p.token_ids) % BLOCK_TOKENS in {127, 0, 120} or len(p.token_ids) in {255, 383}
-    ]
+async def test_preempted_sequences_give_the_same_tokens(model_dir, fp32_prompts, tmp_path_factory):
+    """A decode pool too small for three growing sequences: one loses its blocks, is recomputed, and nobody can tell."""
+    wanted = [p for p in fp32_prompts if p.name in {"length-127", "length-128", "length-129"}]
+    max_tokens = 140  # from one block to three each: nine blocks in a pool of seven
+    expected = expected_tokens(model_dir, wanted, dtype="fp32", at_once=3, max_tokens=max_tokens)
     block_bytes = 30 * 2 * 3 * 64 * 4 * BLOCK_TOKENS
-    env = {"FATHOM_DECODE_KV_BYTES": str(11 * block_bytes)}
+    env = {"FATHOM_DECODE_KV_BYTES": str(8 * block_bytes)}
     async with Suite.running(tmp_path_factory.mktemp("tight"), model=model_dir, dtype="fp32", env=env) as suite:
-        found = await tokens_of(suite, wanted, at_once=8)
-        preemptions = [load.num_preemptions for load in await suite.decode_loads()]
-
-    for sampling in BOTH:
-        assert {p.name: fp32_expected[sampling.name][p.name] for p in wanted} == found[sampling.name]
-    assert 0 < sum(preemptions)
+        assert expected == await tokens_of(suite, wanted, at_once=3, max_tokens=max_tokens)
+        assert 0 < sum(load.num_preemptions for load in await suite.decode_loads())
 
 
 async def test_bf16_keeps_the_promise_too(model_dir, tmp_path_factory):

@@ -117,11 +117,18 @@ def test_callers_stop_before_those_they_call(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("cores", "num_prefill", "num_decode", "expected"),
-    [(1, 1, 1, (1, 1)), (2, 1, 1, (2, 2)), (2, 2, 2, (1, 1)), (8, 1, 2, (8, 4)), (2, 3, 1, (1, 2))],
+    [(1, 1, 1, 1), (2, 1, 1, 1), (4, 1, 1, 2), (2, 2, 2, 1), (16, 2, 2, 4), (8, 1, 2, 2)],
 )
-def test_a_tier_never_has_more_threads_than_cores(cores, num_prefill, num_decode, expected) -> None:
-    """Replicas of one tier share the cores, and each has at least one thread."""
+def test_engines_share_the_cores_out(cores, num_prefill, num_decode, expected) -> None:
+    """All engines together have no more threads than cores, unless there are more engines than cores."""
     assert expected == thread_plan(cores, num_prefill, num_decode)
+
+
+def test_prefill_and_decode_have_equally_many_threads(tmp_path: Path) -> None:
+    """Where the thread count shows in the bits, different counts could not share blocks."""
+    plans = planned(tmp_path, num_prefill=1, num_decode=3).values()
+
+    assert 1 == len({plan.settings["threads"] for plan in plans if plan.service in {"prefill", "decode"}})
 
 
 @pytest.mark.parametrize(
