@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.ops.elementwise import row_sum
 from kernels.ops.scratch import Scratch
 
 UNIT_TOKENS = 128
@@ -79,7 +80,7 @@ class Attention:
 def _softmax_by_unit(scores: Tensor) -> None:
     """Softmax over the last two dimensions in place, summing each unit alone and the units in ascending order."""
     weights = scores.sub_(scores.amax(dim=(-2, -1), keepdim=True)).exp_()
-    sums = weights.sum(dim=-1)
+    sums = row_sum(weights)
     total = sums[..., 0].clone()
     for unit in range(1, scores.shape[-2]):
         total.add_(sums[..., unit])
@@ -104,7 +105,8 @@ def prove_rows(*, group: int, kv_heads: int, head_dim: int, device: torch.device
     group: query heads per KV head. Falls back to a chunk's shape for both when nothing smaller agrees.
     """
     trial = _Trial(group, kv_heads, head_dim, device)
-    for fused in (True, False):
+    # A GPU's softmax shares a row among threads by its padded length: equal here need not mean equal elsewhere.
+    for fused in (True, False) if device.type == "cpu" else (False,):
         expected = trial.chunk(fused=fused)
         bits = hashlib.sha256(expected.cpu().numpy().tobytes()).digest()
         for rows in _sizes(group):

@@ -23,7 +23,7 @@ def rms_norm_padded(x: Tensor, weight: Tensor, *, out: Tensor) -> Tensor:
     definition, without a pass for each.
     x: [rows, size + PADDING] fp32.  weight: [size], times sqrt(size).  out: [rows, size].  Returns out.
     """
-    torch.div(x[:, :-PADDING], torch.linalg.vector_norm(x, dim=-1, keepdim=True), out=out)
+    torch.div(x[:, :-PADDING], row_length(x), out=out)
     return out.mul_(weight)
 
 
@@ -33,9 +33,39 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, out: Tensor) -> Tensor:
     x: [..., size] fp32.  weight: broadcasts to x.  out: like x, may be x.  Returns out.
     """
     size = x.shape[-1]
-    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    length = row_length(x)
     torch.div(x, length.square_().mul_(1.0 / size).add_(eps).sqrt_(), out=out)
     return out.mul_(weight)
+
+
+def row_length(x: Tensor) -> Tensor:
+    """Root of the sum of squares of each row: [..., size] fp32 -> [..., 1]."""
+    if x.device.type == "cpu":
+        length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return length
+    return folded_sum(x.square()).sqrt_().unsqueeze(-1)
+
+
+def row_sum(x: Tensor) -> Tensor:
+    """Sum each row: [..., size] fp32 -> [...]. A row's bits do not depend on how many rows there are.
+
+    On the CPU a sum over the last dimension is such a sum (proven at start-up). A GPU splits a row among threads by the
+    shape of the whole tensor; folding is the same additions always.
+    """
+    if x.device.type != "cpu":
+        return folded_sum(x)
+    total: Tensor = x.sum(dim=-1)
+    return total
+
+
+def folded_sum(x: Tensor) -> Tensor:
+    """Sum each row by adding its second half to its first until one number is left: [..., size] -> [...]."""
+    while (size := x.shape[-1]) > 1:
+        half = (size + 1) // 2
+        folded = x[..., :half].clone()
+        folded[..., : size - half] += x[..., half:]
+        x = folded
+    return x.squeeze(-1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, scratch: Scratch, out: Tensor) -> Tensor:

@@ -25,8 +25,7 @@ GREEDY_BELOW = 1e-9
 """Temperatures below it are greedy: noise of at most 20 would move logits by less than fp32 resolves."""
 
 _SORTED_TOKENS = 512
-_NO_MASS = 746.0
-"""exp(-746) is 0 in fp64: a token this far below the likeliest has no probability."""
+"""Sorting this many costs less than another pass over them."""
 
 
 class Params(Protocol):
@@ -223,19 +222,25 @@ def _largest(values: Scores, count: int) -> TokenIds:
 def _nucleus(scores: Scores, top_p: float) -> TokenIds:
     """Indices, ascending, of the smallest leading set whose softmax mass reaches top_p; at least one."""
     peak = float(scores.max())
-    weights = np.exp(scores - peak)
-    needed = top_p * float(weights.sum())
-    # From the likeliest down in growing steps, until the cut lies in [low, high) ...
-    low, high, depth, above = peak, math.inf, 2.0, 0.0
-    while True:
-        low = peak - depth
-        mass = float(weights[scores >= low].sum())
-        if mass >= needed or depth > _NO_MASS:
+    # fp32, whose exp is vectorised on every CPU: a sum that is off by 1e-7 moves no cut that matters.
+    rough = np.exp((scores - peak).astype(np.float32))
+    total = float(rough.sum(dtype=np.float64))
+    # All tokens lighter than this weigh less together than what may be left out, so none of them is in the set.
+    heavy = np.flatnonzero(rough >= (1.0 - top_p) * total / scores.size)
+    return heavy[_leading(scores[heavy], rough[heavy].astype(np.float64), top_p * total)]
+
+
+def _leading(scores: Scores, weights: Scores, needed: float) -> TokenIds:
+    """Indices, ascending, of the smallest set of highest scores whose weights reach `needed`; at least one."""
+    peak = float(scores.max())
+    low, high, above = -math.inf, math.inf, 0.0
+    band = np.arange(scores.size)
+    # By halves of the score range, until so few are left that sorting them is cheap.
+    while band.size > _SORTED_TOKENS:
+        floor = max(low, float(scores[band].min()))
+        middle = floor + (min(high, peak) - floor) / 2
+        if not floor < middle < high:
             break
-        high, depth, above = low, depth * 2, mass
-    band = np.flatnonzero((scores >= low) & (scores < high))
-    # ... then by halves, until so few are left that sorting them is cheap.
-    while band.size > _SORTED_TOKENS and low < (middle := low + (min(high, peak) - low) / 2) < high:
         is_upper = scores[band] >= middle
         upper = band[is_upper]
         mass = float(weights[upper].sum())

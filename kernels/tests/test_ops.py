@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.ops.attention import CHUNK_TOKENS, Attention, prove_rows
-from kernels.ops.elementwise import PADDING, rms_norm, rms_norm_padded, rotate, swiglu
+from kernels.ops.elementwise import PADDING, folded_sum, rms_norm, rms_norm_padded, rotate, swiglu
 from kernels.ops.linear import FP16_WEIGHT, GEMM_FP32, INT8, Kernel, Linear
 from kernels.ops.row_tiles import NotInvariant, RowTiles, TiledLinear, probe, prove
 from kernels.ops.scratch import Scratch
@@ -160,3 +160,12 @@ def test_scratch_gives_the_same_memory_again() -> None:
     assert first.data_ptr() == scratch.take("a", (2, 8)).data_ptr()
     assert (8, 8) == tuple(scratch.take("a", (8, 8)).shape)
     assert scratch.take("a", (4, 4)).data_ptr() == scratch.take("a", (8, 8)).data_ptr()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 128, 584])
+def test_folding_a_row_sums_it(size):
+    """What a GPU uses instead of its own reduction: a sum, with bits that do not depend on the row's neighbours."""
+    x = torch.randn(5, size)
+
+    torch.testing.assert_close(folded_sum(x), x.sum(-1))
+    assert torch.equal(folded_sum(x)[2:3], folded_sum(x[2:3]))
