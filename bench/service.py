@@ -26,9 +26,11 @@ from services.local.plan import thread_plan
 from services.local.pull import pull
 
 CONCURRENCY = 8
+REQUESTS = 24
+"""In a closed loop: whoever has an answer asks again."""
 PROMPT_TOKENS = 256
 ANSWER_TOKENS = 64
-ROUNDS = 3
+ROUNDS = 2
 WARM_PROMPT_TOKENS = 129
 """One whole block that hits and one token to compute."""
 WARM_REQUESTS = 60
@@ -73,9 +75,14 @@ async def ask(client: httpx.AsyncClient, model: str, prompt: Sequence[int], max_
 
 async def suite_speed(client: httpx.AsyncClient, model: str) -> float:
     """Aggregate answer tokens per second of eight clients over HTTP, prefill included."""
-    prompts = [fresh_prompt(PROMPT_TOKENS) for _ in range(CONCURRENCY)]
+    gate = asyncio.Semaphore(CONCURRENCY)
+
+    async def one() -> int:
+        async with gate:
+            return await ask(client, model, fresh_prompt(PROMPT_TOKENS), ANSWER_TOKENS)
+
     begun = time.perf_counter()
-    counts = await asyncio.gather(*(ask(client, model, p, ANSWER_TOKENS) for p in prompts))
+    counts = await asyncio.gather(*(one() for _ in range(REQUESTS)))
     return sum(counts) / (time.perf_counter() - begun)
 
 
@@ -83,7 +90,7 @@ def engine_speed(generator: Generator) -> float:
     """Give the same for the engine alone."""
     requests = [
         GenerateRequest(token_ids=fresh_prompt(PROMPT_TOKENS), sampling=_GREEDY, max_tokens=ANSWER_TOKENS)
-        for _ in range(CONCURRENCY)
+        for _ in range(REQUESTS)
     ]
     begun = time.perf_counter()
     results = generator.generate(requests)
@@ -137,7 +144,8 @@ async def measure(folder: Path, model_dir: Path) -> None:
             await ask(client, model, fresh_prompt(PROMPT_TOKENS), 8)
             await added_latency(client, model, like_prefill)
             # Alone, the engine has every core to itself.
-            generator = Generator(Executor.load(model_dir, dtype="bf16", num_blocks=64, threads=cores))
+            engine = Executor.load(model_dir, dtype="bf16", num_blocks=64, threads=cores)
+            generator = Generator(engine, max_batch=CONCURRENCY)
             generator.generate([GenerateRequest(token_ids=fresh_prompt(PROMPT_TOKENS), max_tokens=8)])
             speeds = []
             for _ in range(ROUNDS):
