@@ -11,9 +11,9 @@ help: ## This list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 .venv/.installed: pyproject.toml constraints.txt
-	@test -x $(BIN)/python || $(PY) -m venv .venv
-	@echo "installing into .venv (torch is the large one; see README for CPU-only builds)"
-	@$(BIN)/pip install --progress-bar on -q -c constraints.txt -e '.[all,dev]'
+	@test -x $(BIN)/python || { echo "creating .venv"; $(PY) -m venv .venv; }
+	@echo "installing into .venv: about 2 minutes and 1.6 GB (torch is the large one; see README for CPU-only builds)"
+	@$(BIN)/pip install --progress-bar on -c constraints.txt -e '.[all,dev]'
 	@touch $@
 
 install: .venv/.installed ## Create .venv with all services and the development tools

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import time
@@ -109,8 +110,10 @@ async def test_status_shows_every_process_ready(launched: Suite) -> None:
     done = await launched.console("status")
 
     assert 0 == done.returncode, done.stdout
-    for word in (*SERVICES, "nats", "prefill-0", "decode-0", launched.base_url):
+    for word in (*SERVICES, "nats", "prefill-0", "decode-0"):
         assert word in done.stdout
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith(f"HTTP API {launched.base_url}/v1  model SmolLM2-135M-Instruct  from /")
 
 
 async def test_chat_streams_an_answer_and_then_its_cost(launched: Suite) -> None:
@@ -190,6 +193,7 @@ async def test_ctrl_c_stops_everything(tmp_path: Path, model_dir: Path) -> None:
         up.send_signal(signal.SIGINT)
 
         assert 0 == await asyncio.to_thread(up.wait, 60), console.read_text()
+        assert ["stopping: waiting up to 10 s for running answers", "stopped"] == console.read_text().splitlines()[-2:]
         assert [] == [identity for identity in running if identity.process() is not None]
         with socket.socket() as free:
             free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -202,12 +206,26 @@ async def test_ctrl_c_stops_everything(tmp_path: Path, model_dir: Path) -> None:
 
 
 async def test_a_start_that_fails_says_why_and_leaves_nothing(tmp_path: Path, model_dir: Path) -> None:
-    """A bad setting of one service: non-zero, the service's own words, no process left."""
-    suite = Suite(tmp_path, model=model_dir, env={"FATHOM_DECODE_MAX_BATCH": "many"})
+    """A model folder without weights: non-zero, the service's own words, no process left."""
+    folder = tmp_path / "no-weights"
+    folder.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model_dir / name, folder)
+    suite = Suite(tmp_path, model=folder)
     done = await suite.console(*suite.up_words, "--detach", timeout=90)
 
     assert 1 == done.returncode
-    assert "decode-0 ended with status 78" in done.stderr
-    assert "FATHOM_DECODE_MAX_BATCH: " in done.stderr
+    assert re.search(r"(prefill|decode)-0 ended with status 1", done.stderr), done.stderr
+    assert "it holds no model.safetensors" in done.stderr
     assert [] == suite.recorded().left_running()
     assert [] == [process for process in psutil.process_iter(["cwd"]) if process.info["cwd"] == str(tmp_path)]
+
+
+async def test_a_bad_setting_is_refused_before_anything_starts(tmp_path: Path, model_dir: Path) -> None:
+    """In the words that were typed; not even the state file is written."""
+    suite = Suite(tmp_path, model=model_dir, env={"FATHOM_DECODE_MAX_BATCH": "many"})
+    done = await suite.console(*suite.up_words, "--detach")
+
+    assert 1 == done.returncode
+    assert "--set decode.max_batch=many: " in done.stderr
+    assert not suite.home.state.exists()

@@ -1,7 +1,8 @@
 """How does one service call another?
 
 `open_channel` returns an ordinary grpc.aio channel for the generated stubs. Calls made through it carry trace context
-and request id, need a deadline, raise FathomError instead of AioRpcError, and are retried where that is safe.
+and request id, need a deadline, raise FathomError instead of AioRpcError, and are retried where that is safe. Shared
+streams belong to no request: they carry neither and take no deadline.
 """
 
 import asyncio
@@ -25,11 +26,13 @@ IDEMPOTENT = frozenset(
     {
         "/fathom.v1.Decode/Abort",
         "/fathom.v1.Decode/GetLoad",
+        "/fathom.v1.DecodeLb/Pick",  # a request has one booking: the second replaces the first
         "/fathom.v1.DecodeLb/Release",
         "/fathom.v1.Entrypoint/ListModels",
         "/fathom.v1.Kvstore/GetStats",
         "/fathom.v1.Kvstore/Lookup",
         "/fathom.v1.Prefill/GetLoad",
+        "/fathom.v1.PrefillLb/Pick",  # the same
         "/fathom.v1.PrefillLb/Release",
         "/grpc.health.v1.Health/Check",
     }
@@ -90,9 +93,12 @@ class PeerChannel(aio.Channel):
 
     def _streaming(self, call: Callable[..., Any], method: str, *, is_shared: bool) -> Callable[..., "StreamCall"]:
         def start(*args: Any, timeout: float | None = None, metadata: Any = None, **rest: Any) -> "StreamCall":
-            if not is_shared:
+            if is_shared:  # whichever request opens it, it is every request's: each names itself in its commands
+                pairs = tuple(metadata or ())
+            else:
                 _require_deadline(method, timeout)
-            return StreamCall(call(*args, timeout=timeout, metadata=_metadata(metadata), **rest), self.peer)
+                pairs = _metadata(metadata)
+            return StreamCall(call(*args, timeout=timeout, metadata=pairs, **rest), self.peer)
 
         return start
 

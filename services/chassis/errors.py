@@ -215,13 +215,17 @@ def from_stream_error(message: StreamError) -> FathomError:
     return kind(message.message, field=message.field, retry_after=message.retry_after_seconds)
 
 
+_CALL_OVER = "Internal error from Core"
+"""What grpc.aio says when a stream ended under a read or write: its way to say that the peer is gone, not a fault."""
+
+
 def from_rpc(exc: grpc.aio.AioRpcError, *, peer: str = "") -> FathomError:
     """Return the error the peer raised, rebuilt from its trailing metadata, or the meaning of a bare status."""
     for key, value in exc.trailing_metadata() or ():
         if key == ERROR_METADATA and isinstance(value, bytes):
             return from_stream_error(StreamError.FromString(value))
     kind = _BARE.get(exc.code())
-    if kind is PeerLost:
+    if kind is PeerLost or exc.details() == _CALL_OVER:
         return PeerLost(f"{peer or 'the peer'} cannot be reached")
     if kind is None:
         error = InternalError(f"{peer}: {exc.code()} {exc.details()}")

@@ -49,6 +49,8 @@ class Load:
     """Blocks that hold KV or wait for KV on its way."""
     expected_blocks: int
     """The same with estimated answers."""
+    queued: int = 0
+    """Sequences that the replica itself says wait for blocks; bookings know nothing of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ class Bookings:
 
     def book(self, booking: Booking) -> None:
         """Count a sequence. A request has one booking: an earlier one, whose answer got lost, is replaced."""
-        self.release(self._by_request.get(booking.request_id, ""))
+        self.forget_request(booking.request_id)
         self._bookings[booking.booking_id] = booking
         self._by_request[booking.request_id] = booking.booking_id
 
@@ -81,6 +83,10 @@ class Bookings:
             return False
         self._by_request.pop(booking.request_id, None)
         return True
+
+    def forget_request(self, request_id: str) -> None:
+        """Forget what is booked for a request, if anything: who asks again has nothing from before."""
+        self.release(self._by_request.get(request_id, ""))
 
     def report(self, boot: Boot, load: Load, now: float) -> None:
         self._reports[boot] = _Report(load, now)
@@ -107,6 +113,7 @@ class Bookings:
             max(booked.kv_tokens, report.load.kv_tokens + since.kv_tokens),
             max(booked.kv_blocks, report.load.kv_blocks + since.kv_blocks),
             max(booked.expected_blocks, report.load.expected_blocks + since.expected_blocks),
+            report.load.queued,
         )
 
     def _drop(self, booking_ids: Collection[str]) -> int:

@@ -3,9 +3,10 @@
 A decode step costs by two things: how many sequences it carries and how much KV they read. Each is taken as a share of
 what the replica can carry, the shares are added, and the smallest sum wins; ties go to the first name.
 
-Room is asked for in two strengths. Preferred are replicas with free blocks for the handed-over KV and an estimated
-answer; when there are none, those that can at least take the KV in: they may preempt a sequence later, which costs
-time but no token. When not even that fits, the caller hears Overloaded and may wait.
+A replica takes KV in only while everyone who runs there can still grow by a block, and not while sequences there wait
+for blocks. Others are not picked: KV sent there would hang in its reservation, and nobody could send it elsewhere. Of
+those that take it, replicas with free blocks for an estimated answer as well are preferred; without one, a sequence may
+be preempted later, which costs time but no token. When none takes it, the caller hears Overloaded and may wait.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ class Candidate:
     """Blocks left when their answers have grown as estimated; below 0 when the pool is overcommitted."""
     sequences: int
     """Running, waiting and booked."""
+    queued: int
+    """Waiting for blocks there, as last reported: preempted, or handed over and not let in."""
     kv_tokens: int
     """KV of those sequences."""
 
@@ -86,11 +89,11 @@ def pick(candidates: Iterable[Candidate], sequence: Sequence, *, full_batch: int
         )
     if not usable:
         raise NoReplica("no decode replica of this model is ready", retry_after=RETRY_SECONDS)
-    roomy = [c for c in usable if _fits(c, sequence.expected_tokens, c.free_after_answers)]
-    fitting = roomy or [c for c in usable if _fits(c, intake_tokens, c.free_blocks)]
-    if not fitting:
-        raise Overloaded("no decode replica has room for this sequence", retry_after=RETRY_SECONDS)
-    return min(fitting, key=lambda c: (_load(c, sequence, full_batch), c.replica))
+    open_ones = [c for c in usable if not c.queued and _fits(c, intake_tokens, c.free_blocks - c.sequences)]
+    if not open_ones:
+        raise Overloaded("all decode replicas are full", retry_after=RETRY_SECONDS)
+    roomy = [c for c in open_ones if _fits(c, sequence.expected_tokens, c.free_after_answers)]
+    return min(roomy or open_ones, key=lambda c: (_load(c, sequence, full_batch), c.replica))
 
 
 def _fits(candidate: Candidate, num_tokens: int, free_blocks: int) -> bool:

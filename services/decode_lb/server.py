@@ -46,6 +46,7 @@ class DecodeLb(DecodeLbServicer):
         """Choose a replica and book the sequence on it."""
         now = time.time()
         self.sweep(now)
+        self._bookings.forget_request(request.request_id)  # or it would stand in its own way
         sequence = Sequence(request.fingerprint, request.kv_tokens, request.max_tokens, frozenset(request.exclude))
         try:
             chosen = pick(self._candidates(now), sequence, full_batch=self._full_batch)
@@ -68,6 +69,7 @@ class DecodeLb(DecodeLbServicer):
             kv_tokens=report.kv_tokens,
             kv_blocks=used_blocks,
             expected_blocks=used_blocks,
+            queued=report.queued_sequences,
         )
         self._bookings.report((report.replica, report.boot_id), load, time.time())
 
@@ -93,6 +95,7 @@ class DecodeLb(DecodeLbServicer):
             free_blocks=replica.total_blocks - load.kv_blocks,
             free_after_answers=replica.total_blocks - load.expected_blocks,
             sequences=load.sequences,
+            queued=load.queued,
             kv_tokens=load.kv_tokens,
         )
 

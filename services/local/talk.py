@@ -9,6 +9,8 @@ from typing import Any
 
 import httpx
 
+UNAVAILABLE = 503
+
 
 class Unanswered(Exception):  # noqa: N818 - reads as what happened
     """The suite gave no answer; the text says why in words for the person who asked."""
@@ -38,9 +40,9 @@ class Answer:
         )
 
 
-def first_model(url: str) -> str:
-    """Return the name of the model being served."""
-    with _client(url, seconds=10.0) as client, _readable(url):
+def first_model(url: str, *, seconds: float = 10.0) -> str:
+    """Return the name of the model being served; raise Unanswered when that takes longer than `seconds`."""
+    with _client(url, seconds=seconds) as client, _readable(url):
         reply = client.get("/v1/models")
         _check(reply)
         models = reply.json()["data"]
@@ -58,16 +60,16 @@ def one_token(url: str) -> str:
     return model
 
 
-def chat(url: str, question: str, *, max_tokens: int | None, temperature: float, show: Callable[[str], None]) -> Answer:
+def chat(url: str, question: str, *, max_tokens: int, temperature: float, show: Callable[[str], None]) -> Answer:
     """Stream an answer, handing each piece of text to `show`."""
     body: dict[str, Any] = {
         "model": first_model(url),
         "messages": [{"role": "user", "content": question}],
         "temperature": temperature,
+        "max_tokens": max_tokens,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    body |= {} if max_tokens is None else {"max_tokens": max_tokens}
     started = time.monotonic()
     first = last = 0.0
     usage: dict[str, Any] = {}
@@ -127,7 +129,8 @@ def _check(reply: httpx.Response) -> None:
         message = reply.json()["error"]["message"]
     except (ValueError, KeyError, TypeError):
         message = reply.text.strip()[:300] or reply.reason_phrase
-    raise Unanswered(f"{message} (HTTP {reply.status_code})")
+    advice = "; it may be restarting: try again in a few seconds" if reply.status_code == UNAVAILABLE else ""
+    raise Unanswered(f"{message} (HTTP {reply.status_code}){advice}")
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from services.chassis.config import EXIT_CONFIG, child_environment
 from services.local import children, state
-from services.local.down import end
+from services.local.down import STOPPING, end
 from services.local.health import Health, ask_all
 from services.local.home import Home
 from services.local.plan import Options
@@ -67,10 +67,17 @@ def up(home: Home, options: Options, display: Display, *, detach: bool) -> int:
         _stop(home, supervisor)
         raise NotStarted(f"{reason}\nEverything was stopped again; the logs are in {home.logs}") from None
     except Interrupted:
-        print("stopping", flush=True)
+        print(STOPPING if is_ready else "stopping", flush=True)
         _stop(home, supervisor)
+        print("stopped", flush=True)
         return 0 if is_ready else INTERRUPTED
+    print("stopped", flush=True)  # by `fathom down` elsewhere
     return 0
+
+
+def check_free(home: Home, port: int) -> None:
+    """Raise NotStarted when a suite runs in this directory or the port is taken; leaves both free for `up`."""
+    os.close(claim(home, port))
 
 
 def claim(home: Home, port: int) -> int:
@@ -83,6 +90,7 @@ def claim(home: Home, port: int) -> int:
     if suite is not None:
         end(home)
     if not is_free(port):
+        os.close(lock)
         holder = holder_of(port)
         raise NotStarted(f"port {port} is in use{f' by {holder}' if holder else ''}; choose another one with --port")
     return lock
@@ -90,7 +98,14 @@ def claim(home: Home, port: int) -> int:
 
 def ready_lines(url: str, model: str, seconds: float) -> str:
     """Return the ready line and a request to paste."""
-    question = {"model": model, "messages": [{"role": "user", "content": "Count from one to ten."}], "stream": True}
+    question = {
+        "model": model,
+        "messages": [{"role": "user", "content": "Count from one to ten."}],
+        # A small model that samples, or has no limit, may go on for minutes.
+        "temperature": 0,
+        "max_tokens": 100,
+        "stream": True,
+    }
     curl = f"curl -N {url}/v1/chat/completions -H 'content-type: application/json' -d '{json.dumps(question)}'"
     return f"ready: {model} at {url} ({seconds:.1f} s)\n\n  {curl}\n"
 

@@ -54,7 +54,7 @@ class Bookings:
 
     def book(self, booking: Booking) -> None:
         """Count a prompt. A request has one booking: an earlier one, whose answer got lost, is replaced."""
-        self.release(self._by_request.get(booking.request_id, ""))
+        self.forget_request(booking.request_id)
         self._bookings[booking.booking_id] = booking
         self._by_request[booking.request_id] = booking.booking_id
 
@@ -65,6 +65,10 @@ class Bookings:
             return False
         self._by_request.pop(booking.request_id, None)
         return True
+
+    def forget_request(self, request_id: str) -> None:
+        """Forget what is booked for a request, if anything: who asks again has nothing from before."""
+        self.release(self._by_request.get(request_id, ""))
 
     def report(self, boot: Boot, queued_tokens: int, tokens_per_second: float, now: float) -> None:
         self._reports[boot] = _Report(queued_tokens, tokens_per_second, now)

@@ -52,6 +52,7 @@ class PrefillLb(PrefillLbServicer):
         """Choose a replica and book the prompt on it."""
         now = time.time()
         self.sweep(now)
+        self._bookings.forget_request(request.request_id)  # or it would stand in its own way
         prompt = Prompt(request.fingerprint, request.prompt_tokens, request.hit_tokens, frozenset(request.exclude))
         try:
             choice = pick(self._candidates(now), prompt, max_queued_tokens=self._max_queued_tokens)

@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from services.chassis import names, telemetry
-from services.chassis.errors import HTTP_CLIENT_CLOSED
+from services.chassis.errors import HTTP_CLIENT_CLOSED, NoReplica
 from services.recipe.body import parse_object, read_body
 from services.recipe.jobs import Job, plan_jobs
 from services.recipe.meters import Meters
@@ -21,7 +21,14 @@ from services.recipe.model_folder import ServedModel
 from services.recipe.refusals import ApiError, as_api_error, refuse
 from services.recipe.replies import DONE, ChatReplies, Choice, CompletionReplies, Replies, echo_text, usage
 from services.recipe.schema import AnswerRules, Sampling, read_chat, read_completion, read_model
-from services.recipe.stream import PING_SECONDS, ClientGoneError, EventStream, cancelled_on_disconnect, send_whole
+from services.recipe.stream import (
+    FAREWELL_SECONDS,
+    PING_SECONDS,
+    ClientGoneError,
+    EventStream,
+    cancelled_on_disconnect,
+    send_whole,
+)
 from services.recipe.transcript import Piece, Transcript
 from services.recipe.upstream import Upstream
 
@@ -93,8 +100,7 @@ class Endpoint:
             except ClientGoneError:
                 answer.status = HTTP_CLIENT_CLOSED
             except asyncio.CancelledError:
-                answer.status = HTTPStatus.SERVICE_UNAVAILABLE  # drain_seconds are over
-                raise
+                await answer.give_up()
             except Exception as exc:  # noqa: BLE001 - every error has an answer; strangers are logged with an id
                 await answer.fail(as_api_error(exc))
             finally:
@@ -144,6 +150,17 @@ class _Answer:
             await self._stream.end(b"data: " + orjson.dumps(error.envelope()) + b"\n\n")
         else:
             await send_whole(self._send, error.status, error.body(), error.headers())
+
+    async def give_up(self) -> None:
+        """Tell the caller that drain_seconds are over. The task was cancelled for that alone, so that ends here."""
+        task = asyncio.current_task()
+        assert task is not None
+        task.uncancel()
+        try:
+            async with asyncio.timeout(FAREWELL_SECONDS):
+                await self.fail(as_api_error(NoReplica("this server is shutting down")))
+        except TimeoutError:
+            telemetry.log.info("recipe.request.cut")  # the caller does not read
 
     def report(self, span: telemetry.Span) -> None:
         """Log, count and trace how it went; never what was said."""
@@ -243,7 +260,7 @@ class ChatEndpoint(Endpoint):
         model = self.front.model
         check_model(read_model(body), model.name)
         asked = read_chat(body, vocab_tokens=model.vocab_tokens)
-        prompt = await model.encoder.chat(asked.messages)
+        prompt = await model.encoder.chat(asked.messages, context_tokens=self.front.context_tokens)
         has_scores = asked.sampling.num_logprobs is not None
         replies = ChatReplies(request_id, model.name, model.tokenizer, asked.rules, has_scores=has_scores)
         return Understood(asked.sampling, asked.rules, [prompt], replies)
@@ -259,7 +276,7 @@ class CompletionEndpoint(Endpoint):
         model = self.front.model
         check_model(read_model(body), model.name)
         asked = read_completion(body, vocab_tokens=model.vocab_tokens)
-        prompts = [await model.encoder.text(p) if isinstance(p, str) else p for p in asked.prompts]
+        prompts = await model.encoder.texts(asked.prompts, context_tokens=self.front.context_tokens)
         replies = CompletionReplies(
             request_id,
             model.name,

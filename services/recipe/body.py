@@ -1,5 +1,6 @@
 """Is the request body small enough, and a JSON object?"""
 
+import asyncio
 from http import HTTPStatus
 from typing import Any
 
@@ -10,16 +11,26 @@ from starlette.types import Receive
 from services.recipe.refusals import ApiError, refuse
 from services.recipe.stream import ClientGoneError
 
+QUIET_SECONDS = 30.0
+"""Longest wait for the next part of a body; whoever sends nothing for so long will not."""
+
 
 async def read_body(headers: Headers, receive: Receive, max_bytes: int) -> bytes:
-    """Return the whole body; raise a 413 as soon as it is known to be longer than max_bytes."""
+    """Return the whole body; raise a 413 as soon as it is known to be longer than max_bytes.
+
+    Raises a 408, after which the connection must be closed, when nothing comes for QUIET_SECONDS.
+    """
     declared = headers.get("content-length", "0")
     if declared.isdecimal() and int(declared) > max_bytes:
         raise _too_large(max_bytes)
     body = bytearray()
     more = True
     while more:
-        message = await receive()
+        try:
+            async with asyncio.timeout(QUIET_SECONDS):
+                message = await receive()
+        except TimeoutError:
+            raise ApiError(HTTPStatus.REQUEST_TIMEOUT, f"the body stopped for {QUIET_SECONDS:g} seconds") from None
         if message["type"] == "http.disconnect":
             raise ClientGoneError
         body += message.get("body", b"")

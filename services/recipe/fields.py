@@ -86,7 +86,10 @@ class Fields:
         """Refuse features we do not have, unless the value asks for nothing anyway.  neutral: field -> such values."""
         for field, values in neutral.items():
             given = self._left.pop(field, _MISSING)
-            if given is not _MISSING and given is not None and given not in values:
+            if given is _MISSING or given is None:
+                continue
+            # The type too: to Python true and 1.0 equal 1.
+            if not any(type(given) is type(value) and given == value for value in values):
                 raise self.wrong(field, reason)
 
     def finish(self) -> None:

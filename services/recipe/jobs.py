@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from proto.common_pb2 import LogitBias, Request, SamplingParams, StopRules
 from services.recipe.model_folder import ServedModel
-from services.recipe.refusals import refuse
+from services.recipe.refusals import refuse, too_long
 from services.recipe.schema import AnswerRules, Sampling
 from services.recipe.seeds import choice_seed
 
@@ -67,12 +67,8 @@ def _answer_tokens(prompt_tokens: int, max_tokens: int | None, context_tokens: i
         raise refuse(prompt_field, "must have at least one token")
     room = context_tokens - prompt_tokens
     if room < (max_tokens or 1):
-        raise refuse(
-            prompt_field if room < 1 else "max_tokens",
-            f"this model's context is {context_tokens} tokens; the prompt has {prompt_tokens}, the answer was to have"
-            f" {f'up to {max_tokens}' if max_tokens else 'at least 1'}",
-            code="context_length_exceeded",
-        )
+        wanted = f"up to {max_tokens}" if max_tokens else "at least 1"
+        raise too_long(prompt_field if room < 1 else "max_tokens", context_tokens, str(prompt_tokens), wanted)
     return max_tokens or room
 
 

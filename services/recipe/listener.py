@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import uvicorn
 from starlette.types import ASGIApp
 
+from services.recipe.stream import FAREWELL_SECONDS
+
 BACKLOG = 512
 KEEP_ALIVE_SECONDS = 75
 
@@ -47,6 +49,9 @@ class Listener:
         """Accept connections until `drain`; raises when the server fails."""
         try:
             await self._server.serve(sockets=[self._socket])
+            # The server cancels what is not out in time, but does not wait while those callers are told.
+            if self._server.server_state.tasks:
+                await asyncio.wait(self._server.server_state.tasks, timeout=FAREWELL_SECONDS)
         finally:
             self._closed.set()
 

@@ -19,6 +19,7 @@ _CODES: dict[int, str] = {
     HTTPStatus.FORBIDDEN: "forbidden",
     HTTPStatus.NOT_FOUND: "not_found",
     HTTPStatus.METHOD_NOT_ALLOWED: "method_not_allowed",
+    HTTPStatus.REQUEST_TIMEOUT: "request_timeout",
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
     HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_exceeded",
     errors.HTTP_CLIENT_CLOSED: "cancelled",
@@ -62,6 +63,8 @@ class ApiError(Exception):
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Return the headers that go with it."""
+        if self.status == HTTPStatus.REQUEST_TIMEOUT:
+            return [(b"connection", b"close")]  # the rest of the body may still come, and is no next request
         if not self.retry_after_seconds:
             return []
         return [(b"retry-after", str(max(1, math.ceil(self.retry_after_seconds))).encode())]
@@ -70,6 +73,12 @@ class ApiError(Exception):
 def refuse(param: str, rule: str, *, code: str = "", status: int = HTTPStatus.BAD_REQUEST) -> ApiError:
     """Return the error for one field; the message names it and says what would be right."""
     return ApiError(status, f"{param}: {rule}" if param else rule, param=param, code=code or "invalid_value")
+
+
+def too_long(param: str, context_tokens: int, prompt: str, answer: str) -> ApiError:
+    """Return the error for what exceeds the context; `prompt` and `answer` are the tokens of each, in words."""
+    rule = f"this model's context is {context_tokens} tokens; the prompt has {prompt}, the answer was to have {answer}"
+    return refuse(param, rule, code="context_length_exceeded")
 
 
 def as_api_error(exc: BaseException) -> ApiError:

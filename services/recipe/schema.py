@@ -202,7 +202,9 @@ def _logit_bias(fields: Fields, vocab_tokens: int) -> tuple[tuple[int, float], .
         raise fields.wrong("logit_bias", f"must be an object of at most {MAX_BIASES} token ids and biases")
     biases = {}
     for key, bias in given.items():
-        if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) < vocab_tokens):
+        # One spelling per id, or "5" and "05" could say different things about the same token.
+        is_plain = key.isascii() and key.isdigit() and len(key) <= 10 and str(int(key)) == key
+        if not is_plain or int(key) >= vocab_tokens:
             raise fields.wrong("logit_bias", f"must have token ids from 0 to {vocab_tokens - 1} as keys")
         if not is_number(bias) or not -100 <= bias <= 100:
             raise fields.wrong("logit_bias", "must have biases from -100 to 100")

@@ -7,6 +7,8 @@ from contextlib import asynccontextmanager
 from starlette.types import Receive, Send
 
 PING_SECONDS = 10.0
+FAREWELL_SECONDS = 0.5
+"""Longest that telling a caller of the server's end may take."""
 PING = b": ping\n\n"
 EVENT_STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -40,8 +42,8 @@ class EventStream:
         """Send whole frames; waits while the caller reads more slowly than we write."""
         async with self._lock:
             if not self.is_started:
-                self.is_started = True
                 await self._send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
+                self.is_started = True  # not before: cancelled in there, nothing was sent
             await self._send({"type": "http.response.body", "body": frames, "more_body": True})
             self._last = asyncio.get_running_loop().time()
 

@@ -10,9 +10,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, pre_tokenizers
+from tokenizers import AddedToken, Encoding, Tokenizer, pre_tokenizers
 
 from services.recipe.refusals import ModelFolderError, refuse
+from services.recipe.token_floor import TokenFloor
+
+LONG_CHARACTERS = 4096
+"""Texts from this length on are encoded without holding the interpreter, which costs short ones more than it gives."""
 
 _SPACE_MARK = "\u2581"  # sentencepiece's stand-in for a space
 _WORD = re.compile(r"\w")
@@ -44,6 +48,15 @@ class PromptTokenizer:
         self.pieces = _pieces(tokenizer, added, hidden)
         """What each id adds to the text, as bytes, by id; empty for special tokens, which are never shown."""
 
+        self.floor = TokenFloor(
+            self.pieces,
+            self.spellings,
+            is_byte_level="ByteLevel" in _decoder_kinds(tokenizer),
+            is_normalized=tokenizer.normalizer is not None,
+            is_stripping=any(token.lstrip or token.rstrip for token in added.values()),
+        )
+        """How few tokens a text can be, without encoding it."""
+
     @classmethod
     def load(cls, folder: Path) -> "PromptTokenizer":
         """Read `folder`/tokenizer.json; raise ModelFolderError when it is absent or of an unknown kind."""
@@ -66,7 +79,7 @@ class PromptTokenizer:
         """
         if is_whole_prompt and self._prepends_first:
             text = _with_space_mark(text)
-        encoded = self._tokenizer.encode(text, add_special_tokens=is_whole_prompt)
+        encoded = self._encode(text, adds_special=is_whole_prompt)
         ids: list[int] = encoded.ids
         if self._control_ids.isdisjoint(ids):
             return ids
@@ -113,10 +126,16 @@ class PromptTokenizer:
             text = _with_space_mark(text)
         return self.plain_ids(text)
 
+    def _encode(self, text: str, *, adds_special: bool) -> Encoding:
+        if len(text) < LONG_CHARACTERS:
+            return self._tokenizer.encode(text, add_special_tokens=adds_special)
+        # The same ids and offsets, but only the batch call lets other threads run: the event loop, above all.
+        return self._tokenizer.encode_batch([text], add_special_tokens=adds_special)[0]
+
     def _cut_ids(self, text: str) -> list[int]:
         cuts = [0, *(mark.start() + 1 for mark in self._marks.finditer(text)), len(text)]
         parts = [text[start:end] for start, end in pairwise(cuts)]
-        ids = [id_ for part in parts for id_ in self._tokenizer.encode(part, add_special_tokens=False).ids]
+        ids = [id_ for part in parts for id_ in self._encode(part, adds_special=False).ids]
         if not self._control_ids.isdisjoint(ids):
             raise refuse("", "the text cannot be told from control tokens by this model's vocabulary")
         return ids

@@ -95,6 +95,7 @@ def test_torch_free_services_run_where_torch_is_absent(tmp_path):
         "FATHOM_ENTRYPOINT_CLUSTER_KEY": "00" * 32,
         "FATHOM_KVSTORE_PATH": str(tmp_path / "kv"),
         "FATHOM_RECIPE_MODEL": str(tmp_path),
+        "FATHOM_RECIPE_ENTRYPOINT_ADDRESS": "127.0.0.1:1",
     }
     for service in TORCH_FREE:
         command = [str(python), "-m", f"services.{service}", "--check-config"]

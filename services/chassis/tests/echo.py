@@ -71,6 +71,7 @@ class EchoDecode(DecodeServicer):
         self.sender: FrameSender[TokenEvent, TokenFrame] | None = None
         self.commands: list[DecodeCommand] = []
         self.num_streams = 0
+        self.seen_metadata: set[str] = set()
         self.on_submit: Callable[[DecodeCommand], None] | None = None
         self.ended = asyncio.Event()
 
@@ -78,6 +79,7 @@ class EchoDecode(DecodeServicer):
         sender = FrameSender(token_frame, heartbeat_seconds=self.heartbeat_seconds)
         self.sender = sender
         self.num_streams += 1
+        self.seen_metadata = {key for key, _ in context.invocation_metadata()}
 
         async def on_command(command: DecodeCommand) -> None:
             self.commands.append(command)

@@ -10,14 +10,15 @@ import pytest
 from proto.common_pb2 import Heartbeat, Request, TokenEvent, TokenFrame
 from proto.decode_pb2 import DecodeCommand, DecodeSubmit
 from proto.decode_pb2_grpc import DecodeStub
+from services.chassis import names, telemetry, testing
 from services.chassis import server as server_module
-from services.chassis import testing
 from services.chassis.channel import open_channel
 from services.chassis.errors import Overloaded, PeerLost
 from services.chassis.streams import FrameSender, PeerStream
 from services.chassis.tests.echo import EchoDecode, token_frame
 
 Stream = PeerStream[DecodeCommand, TokenFrame]
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 def events_of(frame: TokenFrame) -> Iterable[tuple[str, TokenEvent]]:
@@ -56,6 +57,24 @@ async def test_requests_share_one_stream_and_keep_their_order() -> None:
         assert [1, 2, 3] == await take(a, 3)
         assert [7, 8] == await take(b, 2)
     assert 1 == servicer.num_streams
+
+
+async def test_a_shared_stream_names_no_request() -> None:
+    """It outlives the request that opened it; others must not be logged or traced under that one's name."""
+    servicer = EchoDecode()
+    async with testing.serve(servicer.add) as address, stream_to(address) as stream:
+
+        async def ask() -> None:
+            telemetry.bind_request("req-7")
+            with telemetry.span("caller", traceparent=PARENT):
+                subscription = await stream.open_request("req-7")
+                await stream.send(submit("req-7", 5))
+                assert [5] == await take(subscription, 1)
+
+        await asyncio.create_task(ask())
+
+    assert servicer.seen_metadata
+    assert set() == servicer.seen_metadata & {names.TRACEPARENT, names.REQUEST_ID_METADATA}
 
 
 async def test_a_lost_peer_wakes_every_request_within_milliseconds() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from proto.common_pb2 import Ticket
 from proto.decode_pb2 import AbortRequest
-from services.chassis.errors import BlocksLost, InvalidRequest, Overloaded, PromptTooLong
+from services.chassis.errors import BlocksLost, InvalidRequest, Overloaded, PeerLost, PromptTooLong
 from services.chassis.handoff import StagingUnavailableError
 from services.decode.tests.rig import BLOCK, collect, decode_replica, request, tokens_of
 from services.decode.tests.tiny_model import CONTEXT
@@ -133,7 +133,7 @@ async def test_a_late_push_after_abort_is_harmless(rig):
     expected = rig.source.answer(other)
     events = await rig.submit(other)
     await rig.hand_over(other)
-    with pytest.raises((BlocksLost, StagingUnavailableError)):
+    with pytest.raises((BlocksLost, PeerLost, StagingUnavailableError)):
         await rig.push(reply, computed.blocks)
     assert expected[1:] == tokens_of(await collect(events))
 

@@ -63,6 +63,14 @@ def test_without_fresh_reports_bookings_alone_count():
     assert Load(1, 1000, 8, 12) == bookings.load(A, 10.0 + STALE_SECONDS + 0.1)
 
 
+def test_a_reported_queue_counts_while_the_report_does():
+    bookings = Bookings()
+    bookings.book(booking(made=10.0))
+    bookings.report(A, Load(2, 1200, 10, 10, queued=1), 20.0)
+
+    assert [1, 0] == [bookings.load(A, now).queued for now in (20.1, 20.0 + STALE_SECONDS + 0.1)]
+
+
 def test_bookings_end_with_deadline_or_boot():
     bookings = Bookings()
     bookings.book(booking(1, deadline=5.0))
@@ -129,6 +137,7 @@ def test_arrivals_are_spread_evenly(kv_lengths, num_replicas):
             free_blocks=10_000 - load.kv_blocks,
             free_after_answers=10_000 - load.expected_blocks,
             sequences=load.sequences,
+            queued=load.queued,
             kv_tokens=load.kv_tokens,
         )
 

@@ -25,6 +25,7 @@ def candidate(replica="a", **changes):
             free_blocks=100,
             free_after_answers=100,
             sequences=0,
+            queued=0,
             kv_tokens=0,
         ),
         **changes,
@@ -69,7 +70,7 @@ def test_one_long_sequence_weighs_like_many_short_ones():
 
 def test_room_for_a_typical_answer_is_preferred_to_a_smaller_load():
     tight = candidate("a", free_blocks=20, free_after_answers=8)
-    roomy = candidate("b", sequences=20, free_blocks=20, free_after_answers=9)
+    roomy = candidate("b", sequences=10, free_blocks=20, free_after_answers=9)
 
     assert "b" == picked([tight, roomy], sequence(1000, 100))
 
@@ -79,6 +80,23 @@ def test_when_no_answer_fits_the_kv_alone_decides():
     tight = candidate("a", free_blocks=8, free_after_answers=-3)
 
     assert "a" == picked([tight, candidate("b", free_blocks=7, free_after_answers=-1)], sequence(1000, 5000))
+
+
+def test_everyone_who_runs_there_must_still_be_able_to_grow():
+    """The replica's own rule for newcomers; without the margin the KV would wait in its reservation."""
+    assert "a" == picked([candidate(free_blocks=12, free_after_answers=12, sequences=4)], sequence(1000))
+    for room in (12, 100):  # also when short answers seem to leave enough
+        with pytest.raises(Overloaded, match="all decode replicas are full"):
+            picked([candidate(free_blocks=12, free_after_answers=room, sequences=5)], sequence(1000, 1))
+
+
+def test_a_replica_where_sequences_wait_for_blocks_takes_no_more():
+    """It lets nobody in before them: the caller's wait is better spent where it can still choose."""
+    waiting = candidate("a", queued=1, sequences=1)
+
+    assert "b" == picked([waiting, candidate("b", sequences=30, kv_tokens=9000)], sequence(1000))
+    with pytest.raises(Overloaded):
+        picked([waiting], sequence(1000))
 
 
 def test_a_longer_answer_than_typical_asks_for_no_more_room():
@@ -119,6 +137,7 @@ candidates = st.lists(
         free_blocks=st.integers(0, 100),
         free_after_answers=st.integers(-20, 100),
         sequences=st.integers(0, 40),
+        queued=st.sampled_from([0, 0, 0, 1]),
         kv_tokens=st.integers(0, 12_800),
     ),
     unique_by=lambda c: c.replica,
@@ -133,15 +152,15 @@ sequences = st.builds(
 
 @given(candidates, sequences, st.randoms(use_true_random=False))
 @settings(max_examples=30, deadline=None)
-def test_a_pick_is_usable_has_room_and_does_not_depend_on_order(fleet, wanted, random):
+def test_a_pick_takes_the_kv_at_once_and_does_not_depend_on_order(fleet, wanted, random):
     usable = [c for c in fleet if c.ready and c.fingerprint == MODEL and c.replica not in wanted.exclude]
     needed = blocks_for(wanted.kv_tokens + 1, 128)
     try:
         chosen = pick(fleet, wanted, full_batch=32)
     except (NoReplica, Overloaded, PromptTooLong):
-        assert not any(c.free_blocks >= needed and c.total_blocks >= needed for c in usable)
+        assert not any(needed + c.sequences <= c.free_blocks and not c.queued for c in usable)
         return
-    assert chosen in usable
-    roomy = [c for c in usable if c.free_after_answers >= blocks_for(wanted.expected_tokens, 128)]
-    assert chosen in roomy if roomy else chosen.free_blocks >= needed
+    takers = [c for c in usable if needed + c.sequences <= c.free_blocks and not c.queued]
+    roomy = [c for c in takers if c.free_after_answers >= blocks_for(wanted.expected_tokens, 128)]
+    assert chosen in (roomy or takers)
     assert chosen == pick(random.sample(fleet, len(fleet)), wanted, full_batch=32)

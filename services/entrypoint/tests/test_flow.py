@@ -1,6 +1,5 @@
 """What happens to a request, from admission to its last token?"""
 
-import asyncio
 import hashlib
 
 import pytest
@@ -8,7 +7,7 @@ import pytest
 from proto.common_pb2 import FinishReason, StopRules, StreamError
 from services.chassis.block_keys import block_keys, key_root
 from services.chassis.errors import BlocksLost, Overloaded, PeerLost, to_stream_error
-from services.entrypoint import flow
+from services.entrypoint import flow, legs
 from services.entrypoint.tests.doubles import BLOCK_TOKENS, CARD, FIRST_TOKEN
 from services.entrypoint.tests.world import CLUSTER_KEY, PROMPT, World, eventually
 
@@ -18,7 +17,12 @@ LENGTH, STOP = FinishReason.FINISH_REASON_LENGTH, FinishReason.FINISH_REASON_STO
 async def test_the_order_of_a_request_s_life():
     """Decode is picked late: after prefill began, before its first token."""
     async with World() as world:
-        call = await world.ask()
+        world.stops.close("decode_3")
+        call = await world.submit()
+        await call.receive(3)
+        await world.prefill_ended()
+        world.stops.open("decode_3")
+        await call.end()
         await world.settled()
 
     assert [100, 101, 102, 103] == call.tokens
@@ -102,7 +106,7 @@ async def test_a_first_token_that_stops_gives_the_decode_replica_back():
         await world.settled()
 
         assert ([FIRST_TOKEN], STOP, (len(PROMPT), 0, 1)) == (call.tokens, call.events[-1].finish_reason, call.usage)
-        assert ["decode-0"] == world.cancelled()
+        await eventually(lambda: ["decode-0"] == world.cancelled())
 
 
 async def test_prefill_s_booking_ends_with_the_first_token():
@@ -205,22 +209,48 @@ async def test_room_that_never_comes_is_a_clean_refusal(monkeypatch):
         await world.settled()
 
         assert ([], Overloaded, 2.0) == (call.tokens, type(call.error), call.error.retry_after)
-        assert ["prefill-0"] == world.cancelled()
+        await eventually(lambda: ["prefill-0"] == world.cancelled())
 
 
-async def test_a_prefill_that_dies_after_decode_began_is_not_missed():
-    """Its last word may get lost; tokens from decode prove that the KV arrived."""
+async def test_a_refused_handoff_is_told_in_the_caller_s_words():
+    """Blocks are decode's business; what the caller can do is come back later."""
+    async with World() as world:
+        refusal = Overloaded("no room for 7 blocks within 10.0 s", retry_after=2)
+        world.prefills["prefill-0"].errors["handoff"] = stream_error(refusal)
+        call = await world.ask()
+
+        assert (Overloaded, 2.0) == (type(call.error), call.error.retry_after)
+        assert "all decode replicas are full" == call.error.message
+
+
+@pytest.mark.parametrize("held_back", ["decode_1", "decode_2"])
+async def test_a_prefill_that_dies_after_the_handoff_is_not_missed(held_back, monkeypatch):
+    """Its last word may get lost; tokens from decode prove that the KV arrived, also when they come a moment later."""
+    monkeypatch.setattr(legs, "LAST_WORD_SECONDS", 5.0)
     async with World() as world:
         world.stops.close("handoff_done")
-        world.stops.close("decode_2")
+        world.stops.close(held_back)
         call = await world.submit()
-        await world.stops.reached("decode_2")
+        await world.stops.reached(held_back)
+        await call.receive(1 if held_back == "decode_1" else 2)
         await world.crash("prefill-0")
-        await asyncio.sleep(0.05)
-        world.stops.open("decode_2")
+        await world.prefill_ended()
+        world.stops.open(held_back)
         await call.end()
 
         assert [100, 101, 102, 103] == call.tokens
+
+
+async def test_a_prefill_that_dies_before_the_handoff_is_waited_for_no_longer_than_agreed(monkeypatch):
+    monkeypatch.setattr(legs, "LAST_WORD_SECONDS", 0.05)
+    async with World() as world:
+        world.stops.close("handoff")
+        call = await world.submit()
+        await call.receive(1)
+        await world.crash("prefill-0")
+        await call.end(seconds=2)
+
+        assert ([FIRST_TOKEN], PeerLost) == (call.tokens, type(call.error))
 
 
 async def test_a_failed_handoff_ends_decode_s_wait():

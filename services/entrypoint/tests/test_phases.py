@@ -1,12 +1,12 @@
 """Wherever a request ends early, nobody keeps working for it and nothing stays booked."""
 
-import asyncio
 import time
 
 import pytest
 
 from proto.common_pb2 import FinishReason
 from services.chassis.errors import DeadlinePassed, PeerLost
+from services.entrypoint import flow
 from services.entrypoint.tests.world import PROMPT, World, eventually
 
 PREFILL, DECODE = "prefill-0", "decode-0"
@@ -35,11 +35,9 @@ async def stopped_at(world, phase, **changes):
     await world.stops.reached(phase)
     if DECODE in PHASES[phase][1]:
         await world.stops.reached("decode_submit")
-    while len(call.tokens) < PHASES[phase][0]:
-        await call.next()
+    await call.receive(PHASES[phase][0])
     if phase.startswith("decode_") and phase != "decode_pick":
-        await world.stops.reached("handoff_done")
-        await asyncio.sleep(0.02)  # its event is on the way
+        await world.prefill_ended()
     return call
 
 
@@ -78,10 +76,11 @@ async def test_a_recipe_that_goes_away_ends_its_requests(phase):
 
 
 @pytest.mark.parametrize("phase", some_fast("prefill", "handoff"))
-async def test_a_deadline_ends_a_request_everywhere(phase):
+async def test_a_deadline_ends_a_request_everywhere(phase, monkeypatch):
+    monkeypatch.setattr(flow, "LOOKUP_SECONDS", 5.0)  # beyond the deadline: nothing but that ends the wait
     async with World() as world:
-        call = await stopped_at(world, phase, deadline_unix_seconds=time.time() + 0.25)
-        await call.end(seconds=1)
+        call = await stopped_at(world, phase, deadline_unix_seconds=time.time() + 0.7)
+        await call.end(seconds=2)
 
         assert DeadlinePassed is type(call.error)
         assert PHASES[phase][0] == len(call.tokens)

@@ -42,7 +42,7 @@ async def test_a_request_id_in_use_on_the_same_stream_leaves_the_first_one_alone
         world.stops.close("decode_2")
         call = await world.submit()
         await world.recipe.send(GenerateCommand(submit=call.request))
-        await world.stops.reached("decode_2")
+        await eventually(lambda: world.metric("fathom_entrypoint_requests_total", outcome="InvalidRequest"))
         world.stops.open("decode_2")
         await call.end()
 

@@ -183,6 +183,10 @@ class World:
         """Wait until nothing is booked or running any more; fail after two seconds."""
         await eventually(lambda: not (self.prefill_lb.booked or self.decode_lb.booked or len(self.requests)))
 
+    async def prefill_ended(self):
+        """Wait until the entrypoint has taken prefill's last word in, or its loss."""
+        await eventually(lambda: not any(task.get_name().startswith("prefill.run") for task in asyncio.all_tasks()))
+
     def cancelled(self):
         """Names of the replicas that were told to cancel."""
         return sorted(n for n, double in {**self.prefills, **self.decodes}.items() if double.cancelled)
@@ -217,6 +221,11 @@ class Call:
             pass
         self._subscription.close()
         return self.events[-1]
+
+    async def receive(self, count):
+        """Collect events until `count` tokens have come."""
+        while len(self.tokens) < count:
+            assert not (await self.next()).finish_reason, self.events[-1]
 
     async def cancel(self):
         await self.world.recipe.send(

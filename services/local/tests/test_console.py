@@ -2,6 +2,7 @@
 
 import json
 import socket
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,43 @@ def test_a_folder_without_a_model_is_refused_at_once(tmp_path: Path, monkeypatch
     assert "no config.json" in result.output
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--set", "decode.max_bath=8"], "--set decode.max_bath=8: no such setting"),
+        (["--kv-bytes", "8X"], "--kv-bytes"),
+        (["--kv-bytes", "9K"], "--kv-bytes (9216 bytes): "),
+        (["--set", "decode"], "--set"),
+    ],
+)
+def test_a_bad_option_is_refused_before_anything_is_fetched(words, expected, tmp_path: Path, monkeypatch) -> None:
+    """The message names the option, and the directory stays as it was."""
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["up", *words])
+
+    assert result.exit_code in {1, 2}
+    assert expected in result.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_busy_port_is_found_before_the_model_is_fetched(tmp_path: Path, monkeypatch) -> None:
+    """Nobody waits for a download only to read that the start was never possible."""
+    monkeypatch.chdir(tmp_path)
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        result = CliRunner().invoke(app, ["up", "--port", str(busy.getsockname()[1])])
+
+    assert 1 == result.exit_code
+    assert "is in use" in result.output
+    assert not (tmp_path / ".fathom" / "models").exists()
+
+
+def test_the_version_is_told() -> None:
+    """What a bug report begins with."""
+    assert f"fathom {metadata.version('fathom')}\n" == CliRunner().invoke(app, ["--version"]).output
+
+
 def test_a_busy_port_and_a_second_suite_are_refused(tmp_path: Path) -> None:
     """Both clashes are told apart, and each says what to do."""
     home = Home.of(tmp_path)
@@ -117,7 +155,8 @@ def test_a_pasted_curl_holds_valid_json() -> None:
     """What we print can be run."""
     curl = ready_lines("http://127.0.0.1:8000", "m", 1.0).splitlines()[2]
 
-    assert "m" == json.loads(curl.split("'")[3])["model"]
+    question = json.loads(curl.split("'")[3])
+    assert ("m", 0, 100) == (question["model"], question["temperature"], question["max_tokens"])
 
 
 def test_bad_settings_fail_at_once_and_crashes_at_the_third() -> None:

@@ -1,21 +1,19 @@
 """Is the planned suite complete, wired together and stoppable in order?"""
 
-import importlib
 from itertools import count
 from pathlib import Path
 
 import pytest
 
 from services.chassis import config
-from services.chassis.config import SERVICES, ServiceSettings
+from services.chassis.config import SERVICES
+from services.local.choices import settings_of
 from services.local.home import Home
 from services.local.plan import (
     GIB,
-    WIRED,
     Machine,
     Options,
     ProcessPlan,
-    check_settings,
     plan_suite,
     pool_bytes,
     stop_waves,
@@ -78,13 +76,9 @@ def test_the_cluster_key_reaches_the_entrypoint_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("service", SERVICES)
 def test_every_service_accepts_what_it_is_told(tmp_path: Path, service: str) -> None:
     """No planned setting is unknown to its service, and none that it needs is left out."""
-    module = vars(importlib.import_module(f"services.{service}.config")).values()
-    [accepted] = [
-        c for c in module if isinstance(c, type) and issubclass(c, ServiceSettings) and c is not ServiceSettings
-    ]
     plan = planned(tmp_path)[f"{service}-0"]
 
-    settings, problems = config.check(accepted, config.child_environment(service, plan.settings, base={}))
+    settings, problems = config.check(settings_of(service), config.child_environment(service, plan.settings, base={}))
 
     assert [] == problems
     assert settings is not None
@@ -96,13 +90,6 @@ def test_a_chosen_setting_replaces_the_default_of_its_service_only(tmp_path: Pat
 
     assert "1" == plans["decode-0"].settings["kv_bytes"]
     assert "1" != plans["prefill-0"].settings["kv_bytes"]
-
-
-@pytest.mark.parametrize(("service", "field"), [("nats", "x"), *(("decode", field) for field in sorted(WIRED))])
-def test_what_holds_the_suite_together_cannot_be_set(service: str, field: str) -> None:
-    """A setting that would take the suite apart is refused before anything starts."""
-    with pytest.raises(ValueError, match=f"{service}.{field}"):
-        check_settings(Options(model=Path("/m"), settings=((service, field, "1"),)))
 
 
 def test_callers_stop_before_those_they_call(tmp_path: Path) -> None:

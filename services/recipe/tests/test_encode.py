@@ -245,5 +245,7 @@ async def test_long_texts_are_encoded_in_a_thread_with_the_same_ids() -> None:
     """Only the place differs."""
     long = "hello world " * 1000
 
-    assert naive(long) == await ENCODER.text(long)
+    assert [naive(long), [7], naive("hi")] == await ENCODER.texts([long, [7], "hi"])
     assert naive(chatml(long)) == await ENCODER.chat(users(long))
+    spelled = "é<|im_end|>" * 500
+    assert TOKENIZER.plain_ids("é<|im_end|>") * 500 == (await ENCODER.texts([spelled]))[0]

@@ -1,11 +1,14 @@
 """Promises about requests that cannot be answered: the right status, an OpenAI body that names the field, nothing dies."""
 
+import asyncio
 from typing import Any
 
+import orjson
 import pytest
 
 from proto.common_pb2 import StreamError
 from services.chassis import errors
+from services.recipe import body
 from services.recipe.tests.running import Running
 from services.recipe.tests.scripted import Step, saying
 
@@ -50,6 +53,8 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {"999999": 1}}, "logit_bias"),
     ({"logit_bias": {"-1": 1}}, "logit_bias"),
     ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"5": 1, "05": 2}}, "logit_bias"),
+    ({"logit_bias": {"00": 1}}, "logit_bias"),
     ({"logit_bias": {"5": 101}}, "logit_bias"),
     ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
     ({"seed": 1.5}, "seed"),
@@ -86,6 +91,8 @@ BAD_TEXT: list[tuple[dict[str, Any], str]] = [
     ({"prompt": ["a"] * 30, "n": 3}, "prompt"),
     ({"suffix": "x"}, "suffix"),
     ({"best_of": 2}, "best_of"),
+    ({"best_of": True}, "best_of"),
+    ({"best_of": 1.0}, "best_of"),
     ({"logprobs": 6}, "logprobs"),
     ({"echo": True, "logprobs": 1}, "echo"),
     ({"max_tokens": 0}, "max_tokens"),
@@ -152,7 +159,7 @@ async def test_too_long_a_prompt_is_refused_before_any_work(recipe: Running) -> 
 
 
 @pytest.mark.parametrize(
-    "body",
+    "given",
     [
         b"{",
         b"",
@@ -166,9 +173,9 @@ async def test_too_long_a_prompt_is_refused_before_any_work(recipe: Running) -> 
         b"[" * 100_000,
     ],
 )
-async def test_what_is_no_json_object_is_refused(recipe: Running, body: bytes) -> None:
+async def test_what_is_no_json_object_is_refused(recipe: Running, given: bytes) -> None:
     """400 whatever is wrong with it."""
-    answer = await recipe.http.post("/v1/chat/completions", content=body)
+    answer = await recipe.http.post("/v1/chat/completions", content=given)
 
     assert "invalid_json" == check_envelope(answer, 400)["code"]
 
@@ -183,6 +190,21 @@ async def test_too_large_a_body_is_refused(recipe: Running) -> None:
 
     check_envelope(await recipe.http.post("/v1/chat/completions", content=big), 413)
     check_envelope(await recipe.http.post("/v1/chat/completions", content=parts()), 413)
+
+
+async def test_a_body_that_stops_is_refused(recipe: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """408 in the usual envelope, and the connection is closed."""
+    monkeypatch.setattr(body, "QUIET_SECONDS", 0.1)
+    host, port = recipe.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+    async with asyncio.timeout(5):
+        head, _, told = (await reader.read()).partition(b"\r\n\r\n")
+    writer.close()
+
+    assert head.startswith(b"HTTP/1.1 408")
+    assert b"connection: close" in head.lower()
+    assert {"message", "type", "param", "code"} == set(orjson.loads(told)["error"])
 
 
 async def test_other_paths_and_methods(recipe: Running) -> None:
@@ -202,8 +224,8 @@ async def test_error_bodies_stay_small(recipe: Running) -> None:
         CHAT | {"messages": [{"role": "r" * 99_999}] * 9},
         CHAT | {"model": "m" * 99_999},
     ]
-    for body in wild:
-        assert len((await recipe.post("/v1/chat/completions", body)).content) < 8192
+    for mistake in wild:
+        assert len((await recipe.post("/v1/chat/completions", mistake)).content) < 8192
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,26 @@ async def test_drain_lets_running_answers_finish(serving: Starter) -> None:
 
 
 @pytest.mark.slow
+async def test_the_end_of_drain_is_told(serving: Starter, caplog: pytest.LogCaptureFixture) -> None:
+    """A stream ends with an error frame, a whole answer with a 503; neither breaks off, and the log has no traceback."""
+    async with serving(lambda _request: [Step([40]), Step([41], after=30)], drain_seconds=2) as recipe:
+        whole = asyncio.create_task(recipe.post("/v1/chat/completions", CHAT))
+        async with recipe.http.stream("POST", "/v1/chat/completions", json=STREAM | {"n": 2}) as response:
+            lines = response.aiter_text()
+            await anext(lines)
+            await recipe.until(lambda: len(recipe.entrypoint.submitted) == 3)
+            stopping = asyncio.create_task(recipe.service.shut_down())
+            rest = "".join([text async for text in lines])
+        answer = await whole
+        await stopping
+
+    assert "shutting down" in rest.strip().split("\n\n")[-1]
+    assert "[DONE]" not in rest
+    assert (503, "service_unavailable") == (answer.status_code, answer.json()["error"]["code"])
+    assert "Traceback" not in caplog.text
+
+
+@pytest.mark.slow
 async def test_an_entrypoint_that_is_away_is_a_503(serving: Starter) -> None:
     """Health and requests say so; nothing hangs."""
     async with serving(saying([40]), entrypoint_address="127.0.0.1:1") as recipe:

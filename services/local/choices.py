@@ -1,0 +1,60 @@
+"""Would every service take what the caller of `fathom up` chose?"""
+
+import importlib
+
+from services.chassis import config
+from services.chassis.config import SERVICES, ServiceSettings
+from services.local.plan import WIRED, Options
+
+
+def check_choices(options: Options) -> None:
+    """Raise ValueError, a line for each problem, when a service would refuse a choice; in the words that were typed."""
+    problems = [problem for problem in (_misnamed(*chosen) for chosen in options.settings) if problem]
+    problems = problems or [line for service in SERVICES for line in _refused(service, options)]
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def settings_of(service: str) -> type[ServiceSettings]:
+    """Return the settings class of a service."""
+    names = vars(importlib.import_module(f"services.{service}.config")).values()
+    return next(
+        name
+        for name in names
+        if isinstance(name, type) and issubclass(name, ServiceSettings) and name is not ServiceSettings
+    )
+
+
+def _misnamed(service: str, field: str, value: str) -> str:
+    typed = f"--set {service}.{field}={value}"
+    if service not in SERVICES:
+        return f"{typed}: no such service; there are {', '.join(SERVICES)}"
+    if field in WIRED:
+        return f"{typed}: fathom up sets this one itself"
+    fields = settings_of(service).model_fields
+    if field not in fields:
+        return f"{typed}: no such setting; {service} has {', '.join(name for name in fields if name not in WIRED)}"
+    return ""
+
+
+def _refused(service: str, options: Options) -> list[str]:
+    """Return what the service would say of the chosen values, behind the option that each came from."""
+    typed = {
+        field: (f"--set {service}.{field}={value}", value)
+        for owner, field, value in options.settings
+        if owner == service
+    }
+    if service == "kvstore":
+        typed.setdefault("max_bytes", (f"--kv-bytes ({options.kv_bytes} bytes)", str(options.kv_bytes)))
+    if service == SERVICES[0]:  # all services take it; one complaint is enough
+        typed.setdefault("otlp_endpoint", (f"--otlp-endpoint {options.otlp_endpoint}", options.otlp_endpoint))
+    values = {field: value for field, (_, value) in typed.items()}
+    _, found = config.check(settings_of(service), config.child_environment(service, values, base={}))
+    # What the launcher will set itself is missing still, and complained about; only the choices matter here.
+    names = {f"{config.prefix(service)}{field.upper()}": option for field, (option, _) in typed.items()}
+    lines = []
+    for problem in found:
+        name, _, reason = problem.partition(": ")
+        if name in names:
+            lines.append(f"{names[name]}: {reason.rpartition(' (got ')[0] or reason}")
+    return lines

@@ -1,0 +1,44 @@
+"""Is a bad choice refused in the words that were typed?"""
+
+from pathlib import Path
+
+import pytest
+
+from services.chassis.config import SERVICES
+from services.local.choices import check_choices, settings_of
+from services.local.plan import WIRED, Options
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_every_service_has_its_own_settings(service: str) -> None:
+    """The names we list are those of the service meant."""
+    assert service == settings_of(service).service
+
+
+@pytest.mark.parametrize(("service", "field"), [("nats", "x"), *(("decode", field) for field in sorted(WIRED))])
+def test_what_holds_the_suite_together_cannot_be_set(service: str, field: str) -> None:
+    """A setting that would take the suite apart is refused before anything starts."""
+    with pytest.raises(ValueError, match=f"--set {service}.{field}=1: "):
+        check_choices(Options(model=Path("/m"), settings=((service, field, "1"),)))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"settings": (("decode", "max_bath", "8"),)}, r"--set decode.max_bath=8: no such setting; .*max_batch"),
+        ({"settings": (("decode", "max_batch", "many"),)}, r"--set decode.max_batch=many: .*integer"),
+        ({"settings": (("kvstore", "max_bytes", "1"),)}, r"--set kvstore.max_bytes=1: .*1048576"),
+        ({"kv_bytes": 1}, r"--kv-bytes \(1 bytes\): .*1048576"),
+        ({"otlp_endpoint": "collector:4317"}, r"--otlp-endpoint collector:4317: "),
+    ],
+)
+def test_a_refusal_names_the_option_and_what_is_allowed(options, expected: str) -> None:
+    """Nobody typed FATHOM_DECODE_MAX_BATCH, so nobody reads it."""
+    with pytest.raises(ValueError, match=f"^{expected}[^\n]*$"):
+        check_choices(Options(model=Path("/m"), **options))
+
+
+def test_good_choices_pass() -> None:
+    """What the services need besides is the launcher's business."""
+    settings = (("decode", "max_batch", "8"), ("prefill_lb", "max_queued_tokens", "9"), ("recipe", "model_name", "x"))
+    check_choices(Options(model=Path("/m"), otlp_endpoint="http://127.0.0.1:4317", settings=settings))
