@@ -42,9 +42,7 @@ CHECKS = (
     Check("types", _python("mypy")),
     Check(
         "fast tests",
-        _python(
-            "pytest", "-q", "-m", "not slow", "--ignore=e2e", "-x", "--no-header", "-n", "2", "--dist", "worksteal"
-        ),
+        _python("pytest", "-q", "-m", "not slow", "-x", "--no-header", "-n", "2", "--dist", "worksteal"),
     ),
     Check("import contracts", (str(_BIN / "lint-imports"),)),
     Check("lint", (str(_BIN / "ruff"), "check", "--quiet")),

@@ -8,16 +8,21 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
+# Tests of single services use the default model where it is, so it is fetched before them.
+FETCH_MODEL = ("-m", "services.local", "pull")
 # Whole-suite tests start engines that use every core; beside each other they would only wait.
 PASSES = (
-    ("unit and integration tests", ("-n", "2", "--dist", "worksteal", "--ignore=e2e")),
+    (
+        "unit and integration tests",
+        ("-n", "2", "--dist", "worksteal", "proto", "services", "kernels", "tools", "k8s", "bench"),
+    ),
     ("whole-suite tests", ("e2e",)),
 )
 
 
 def main() -> None:
     extra = sys.argv[1:]
-    codes = []
+    codes = [subprocess.run([sys.executable, *FETCH_MODEL], cwd=ROOT, check=False).returncode]
     for name, words in PASSES:
         print(f"== {name}", flush=True)
         command = [sys.executable, "-m", "pytest", "-q", "--durations=8", *words, *extra]

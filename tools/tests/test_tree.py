@@ -93,6 +93,8 @@ def test_torch_free_services_run_where_torch_is_absent(tmp_path):
     )
     env = {
         "FATHOM_ENTRYPOINT_CLUSTER_KEY": "00" * 32,
+        "FATHOM_ENTRYPOINT_PREFILL_LB_ADDRESS": "127.0.0.1:1",
+        "FATHOM_ENTRYPOINT_DECODE_LB_ADDRESS": "127.0.0.1:1",
         "FATHOM_KVSTORE_PATH": str(tmp_path / "kv"),
         "FATHOM_RECIPE_MODEL": str(tmp_path),
         "FATHOM_RECIPE_ENTRYPOINT_ADDRESS": "127.0.0.1:1",
