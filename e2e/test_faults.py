@@ -123,7 +123,7 @@ async def lose(
         early.add_done_callback(lambda _: tasks.append(asyncio.create_task(kill())))
     tasks: list[asyncio.Task[None]] = []
     lines: list[str] = []
-    async with client.stream("POST", "/v1/completions", json=body) as reply:
+    async with asyncio.timeout(30), client.stream("POST", "/v1/completions", json=body) as reply:
         async for line in reply.aiter_lines():
             lines += [line] if line else []
             if replica == "decode-0" and len(lines) == 3:
