@@ -26,8 +26,10 @@ from bench.engine_models import SHAPES, write_random_model
 from bench.engine_plain import PlainLoop
 from bench.engine_transformers import TransformersLoop
 from kernels.batch import Batch, Row, SamplingParams
-from kernels.executor import Dtype, Executor
+from kernels.executor import Executor
+from kernels.models.model import Dtype
 from kernels.ops.row_tiles import NotInvariant
+from services.local.pull import pull
 
 PREFILL_TOKENS = 512
 CONTEXT_TOKENS = 256
@@ -188,18 +190,21 @@ def _synced(call: Callable[[], object], device: str) -> Callable[[], None]:
     return run
 
 
+_MODELS = Path(__file__).resolve().parent.parent / ".fathom" / "models"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--model", type=Path, help="Hugging Face folder")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--model", type=Path, help="Hugging Face folder (default: what `fathom pull` fetched)")
     source.add_argument("--random", choices=sorted(SHAPES), help="random weights of this shape")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--threads", type=int, default=2, help="torch threads (CPU)")
     parser.add_argument("--transformers", action="store_true", help="also measure transformers")
     asked = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="fathom-bench-") as scratch:
-        model_dir = asked.model or write_random_model(asked.random, Path(scratch))
+        model_dir = write_random_model(asked.random, Path(scratch)) if asked.random else asked.model or pull(_MODELS)
         compare(model_dir, asked.device, asked.threads, with_transformers=asked.transformers)
     return 0
 

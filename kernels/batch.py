@@ -33,6 +33,34 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class Image:
+    """Embeddings that stand in a prompt instead of tokens. Keys of blocks they touch carry the image's hash."""
+
+    position: int
+    """Absolute position of the first."""
+    num_tokens: int
+    embeddings: bytes | memoryview
+    """[num_tokens, hidden_size] row-major fp32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What a row must not look at, and must not write, since its past was found and not computed here."""
+
+    window_from: int = 0
+    """Sliding windows hold nothing below this position."""
+    write_from: int = 0
+    """KV in blocks below this position is shared: tokens computed a second time do not write it."""
+    keep_from: int = 0
+    """Windows of the decoder layers show nothing below this position; 0 shows all (decoder replay is off)."""
+    compact: bool = False
+    """Tokens below keep_from skip the decoder layers."""
+
+
+NO_REPLAY = Replay()
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """One sequence's share of a step: a chunk of its prompt, or its newest token."""
 
@@ -52,6 +80,13 @@ class Row:
     """Leading part of history that is prompt: presence and frequency penalties count only the answer."""
     allowed_mask: bytes | None = None
     """Little-endian bitmask over the vocabulary, bit 0 of byte 0 is token 0; None allows all."""
+    window: int = 0
+    """Window slot that holds the state at `position`; 0 for models without windows."""
+    preceding: Sequence[int] = ()
+    """The last tokens before token_ids[0], as many as the model asks for (fewer at the start)."""
+    images: tuple[Image, ...] = ()
+    """Those that overlap token_ids; their positions' token ids only name them."""
+    replay: Replay = NO_REPLAY
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,33 +7,21 @@ waits for it and samples, so that the next step can be planned in between; on a 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kernels.batch import Batch, Row, Sampled
-from kernels.kv.cache import KvCache
-from kernels.kv.layout import KvLayout
-from kernels.models.config import ModelConfig, read_config
-from kernels.models.llama import Llama
-from kernels.models.step import StepPlan, StepPlanner
-from kernels.models.weights import open_weights
+from kernels.models.load import open_model
+from kernels.models.model import Dtype, Model, ModelInfo, OpenedModel, Progress
 from kernels.ops.allocator import keep_freed_memory
-from kernels.ops.attention import prove_rows
-from kernels.ops.linear import Kernel, choose, plain
 from kernels.ops.row_tiles import NotInvariant
 from kernels.ops.sampler import Draw, UnusableLogits, sample
-from kernels.ops.scratch import Scratch
-
-Dtype = Literal["bf16", "fp32", "int8"]
-Progress = Callable[[str, int, int], None]
 
 DEFAULT_KV_BYTES = 1 << 30
-_RECIPE = "dense-1"
+DEFAULT_WINDOWS = 32
 _PROOF_TOKENS = 150
 _PROOF_SPLITS = (0, 37, 38, 130, 149)
 
@@ -48,34 +36,23 @@ class Step:
 
 
 class Executor:
-    """One model on one device, with its KV blocks."""
+    """One model on one device, with its KV blocks and windows."""
 
-    def __init__(self, model: Llama, layout: KvLayout, num_blocks: int, *, threads: int, weights_digest: bytes) -> None:
+    def __init__(self, model: Model, *, num_blocks: int, num_windows: int, threads: int, weights_digest: bytes) -> None:
         """`load` is the way in."""
-        device, config = model.device, model.config
-        self.config: ModelConfig = config
-        self.layout = layout
+        self.config: ModelInfo = model.info
+        self.layout = model.layout
+        self.window = model.window
+        self.preceding_tokens = model.preceding_tokens
         self.num_blocks = num_blocks
+        self.num_windows = num_windows
+        """Window slots, the null window included; 0 for a model without windows."""
         self.threads = threads
-        self._attention = prove_rows(
-            group=config.group, kv_heads=config.num_kv_heads, head_dim=config.head_dim, device=device
-        )
-        self.recipe = _recipe(model, layout, self._attention.bits)
+        self.recipe = model.numeric_recipe()
         self.fingerprint = hashlib.sha256(
-            b"fathom.model.1" + weights_digest + layout.digest() + self.recipe.encode()
+            b"fathom.model.1" + weights_digest + self.layout.digest() + self.recipe.encode()
         ).digest()
         self._model = model
-        self._scratch = Scratch(device)
-        self._cache = KvCache(layout, num_blocks, device)
-        self._planner = StepPlanner(
-            layout,
-            tiles=model.tiles,
-            head_tiles=model.head_tiles,
-            num_blocks=num_blocks,
-            vocab_size=config.vocab_size,
-            max_position_tokens=config.max_position_tokens,
-            device=device,
-        )
 
     @classmethod
     @torch.inference_mode()
@@ -86,48 +63,37 @@ class Executor:
         dtype: Dtype,
         kv_bytes: int | None = None,
         num_blocks: int | None = None,
-        block_tokens: int = 128,
+        block_tokens: int | None = None,
+        num_windows: int = DEFAULT_WINDOWS,
         threads: int = 2,
         device: str = "cpu",
         progress: Progress | None = None,
     ) -> Executor:
         """Read a model folder, pack its weights and prove which row counts are bit-equal here.
 
-        kv_bytes or num_blocks (null block included) sizes the cache; neither means 1 GiB.  Raises ModelNotSupported,
-        BadWeights, NotInvariant, or ValueError for a setting that cannot be.
+        kv_bytes or num_blocks (null block included) sizes the cache; neither means 1 GiB.  num_windows: sequences that
+        can be computed at a time, where the model has windows.  Raises ModelNotSupported, BadWeights, NotInvariant, or
+        ValueError for a setting that cannot be.
         """
         torch.set_num_threads(threads)
         keep_freed_memory()
-        report = progress or _silent
-        where = torch.device(device)
-        kernel = choose(dtype, where)
-        config = read_config(model_dir)
-        layout = KvLayout.dense(
-            num_layers=config.num_layers,
+        opened = open_model(
+            model_dir,
+            dtype=dtype,
             block_tokens=block_tokens,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            dtype="fp32" if dtype == "fp32" else "bf16",
+            device=torch.device(device),
+            progress=progress or _silent,
         )
-        blocks = _count_blocks(layout, kv_bytes, num_blocks)
-        weights = open_weights(model_dir, report)
-        digest = weights.digest()
-
-        def build(kernel: Kernel) -> Llama:
-            return Llama(config, weights, model_dir, kernel, where, report)
-
-        try:
-            model = build(kernel)
-        except NotInvariant:
-            if plain(kernel).name == kernel.name:
-                raise
-            model = build(plain(kernel))
-        return cls(model, layout, blocks, threads=threads, weights_digest=digest)
+        blocks = _count_blocks(opened, kv_bytes, num_blocks)
+        windows = num_windows + 1 if opened.window else 0
+        digest = opened.weights_digest()
+        model = opened.build(num_blocks=blocks, num_windows=windows)
+        return cls(model, num_blocks=blocks, num_windows=windows, threads=threads, weights_digest=digest)
 
     @property
     def row_tiles(self) -> tuple[int, ...]:
         """Row counts proven bit-equal for this model's layers on this machine."""
-        return self._model.tiles.counts
+        return self._model.row_tiles
 
     @torch.inference_mode()
     def warm_up(self, progress: Progress | None = None) -> None:
@@ -145,24 +111,36 @@ class Executor:
         whole, cut = range(1, 1 + per_table), range(1 + per_table, 1 + 2 * per_table)
         ids = [(index * 7919 + 17) % self.config.vocab_size for index in range(tokens)]
         splits = sorted({min(split, tokens - 1) for split in _PROOF_SPLITS})
+        windows = (1, 2) if self.window else (0, 0)
+        for slot in windows:
+            self.reset_window(slot)
         report("warm up", 0, len(splits) + 1)
-        expected = self.logits(Batch((Row(0, ids, 0, whole),)))[0]
+        expected = self.logits(Batch((Row(0, ids, 0, whole, window=windows[0]),)))[0]
+        kv = [self.read_block(block_id) for block_id in whole]
+        state = self.read_window(windows[0])
         got = expected
+        # The mate starts anew at every cut: a window belongs to one position, and its own is past them all.
         for done, (start, end) in enumerate(zip(splits, [*splits[1:], tokens], strict=True)):
             report("warm up", done + 1, len(splits) + 1)
-            mate = Row(1, ids[start:end], start, whole)
-            got = self.logits(Batch((mate, Row(0, ids[start:end], start, cut))))[1]
-        same_kv = all(self.read_block(a) == self.read_block(b) for a, b in zip(whole, cut, strict=True))
+            self.reset_window(windows[0])
+            preceding = ids[max(start - self.preceding_tokens, 0) : start]
+            mate = Row(1, ids[: end - start], 0, whole, window=windows[0])
+            got = self.logits(
+                Batch((mate, Row(0, ids[start:end], start, cut, window=windows[1], preceding=preceding)))
+            )[1]
+        same_kv = kv == [self.read_block(block_id) for block_id in cut] and state == self.read_window(windows[1])
         if not torch.equal(expected, got) or not same_kv:
             raise NotInvariant(f"{self.recipe}: a prompt computed whole and in chunks differs on this machine")
         for block_id in (*whole, *cut):
             self.write_block(block_id, bytes(self.layout.block_bytes))
+        for slot in windows:
+            self.reset_window(slot)
         report("warm up", len(splits) + 1, len(splits) + 1)
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Step:
         """Compute a step.  Raises BadBatch before anything is changed."""
-        return Step(batch, self._forward(self._planner.plan(batch)))
+        return Step(batch, self._forward(batch, every_row=False))
 
     @torch.inference_mode()
     def collect(self, step: Step) -> tuple[Sampled, ...]:
@@ -189,41 +167,48 @@ class Executor:
     @torch.inference_mode()
     def logits(self, batch: Batch) -> Tensor:
         """Compute a step and return each row's last logits, sampled or not: [rows, vocab_size] fp32."""
-        return self._forward(self._planner.plan(batch, every_row=True))
+        return self._forward(batch, every_row=True)
 
     @torch.inference_mode()
     def read_block(self, block_id: int) -> bytes:
         """The bytes of a block, as `layout` describes them."""
-        return self._cache.read_block(block_id)
+        return self._model.read_block(block_id)
 
     @torch.inference_mode()
     def write_block(self, block_id: int, payload: bytes | bytearray | memoryview) -> None:
         """Fill a block with layout.block_bytes bytes; ValueError for any other size or for the null block."""
-        self._cache.write_block(block_id, payload)
+        self._model.write_block(block_id, payload)
 
-    def _forward(self, plan: StepPlan) -> Tensor:
+    @torch.inference_mode()
+    def read_window(self, slot: int, *, encoder_only: bool = False) -> bytes:
+        """A window state as `layout` describes it, or only its first window.encoder_bytes; b"" without windows."""
+        return self._model.read_window(slot, encoder_only=encoder_only)
+
+    @torch.inference_mode()
+    def write_window(self, slot: int, payload: bytes | bytearray | memoryview) -> None:
+        """Replace a state with one that `read_window` gave; ValueError for any other size or for the null window."""
+        self._model.write_window(slot, payload)
+
+    @torch.inference_mode()
+    def reset_window(self, slot: int) -> None:
+        """Make a state empty, as a sequence starts with it."""
+        self._model.reset_window(slot)
+
+    def _forward(self, batch: Batch, *, every_row: bool) -> Tensor:
         # OpenMP's thread count belongs to the calling thread, and load may have run in another.
         if torch.get_num_threads() != self.threads:
             torch.set_num_threads(self.threads)
-        return self._model.forward(plan, self._cache, self._attention, self._scratch)
+        return self._model.forward(batch, every_row=every_row)
 
 
-def _recipe(model: Llama, layout: KvLayout, attention_bits: bytes) -> str:
-    """Everything that decides a bit: which arithmetic, which library, and a hash of what it computes here."""
-    bits = hashlib.sha256(model.probe() + attention_bits).hexdigest()[:16]
-    return (
-        f"{_RECIPE} kernel={model.kernel.name} attention=fp32x128 kv={layout.streams[0].dtype}"
-        f" device={model.device.type} torch={torch.__version__} bits={bits}"
-    )
-
-
-def _count_blocks(layout: KvLayout, kv_bytes: int | None, num_blocks: int | None) -> int:
+def _count_blocks(opened: OpenedModel, kv_bytes: int | None, num_blocks: int | None) -> int:
     if kv_bytes is not None and num_blocks is not None:
         raise ValueError("give kv_bytes or num_blocks, not both")
-    count = num_blocks if num_blocks is not None else (kv_bytes or DEFAULT_KV_BYTES) // layout.block_bytes
+    count = num_blocks if num_blocks is not None else (kv_bytes or DEFAULT_KV_BYTES) // opened.layout.block_bytes
     if count < 2:
         raise ValueError(
-            f"room for {count} blocks of {layout.block_bytes} bytes; at least 2 are needed (one is the null block)"
+            f"room for {count} blocks of {opened.layout.block_bytes} bytes;"
+            " at least 2 are needed (one is the null block)"
         )
     return count
 

@@ -13,6 +13,7 @@ from typing import Literal
 from kernels.batch import Batch, Row, Sampled, SamplingParams
 from kernels.executor import Executor
 from kernels.kv.pool import BlockPool
+from kernels.kv.window import NULL_WINDOW, WindowPool
 
 Finish = Literal["stop", "length", "error"]
 
@@ -46,6 +47,8 @@ class _Sequence:
     computed: int = 0
     """Leading tokens whose KV is in the blocks."""
     blocks: list[int] = field(default_factory=list)
+    window: int | None = None
+    """Its window slot while it runs."""
     logprobs: list[float | None] = field(default_factory=list)
     result: GenerateResult | None = None
 
@@ -63,6 +66,7 @@ class Generator:
         self._chunk_tokens = chunk_tokens
         self._max_batch = max_batch
         self._pool = BlockPool(executor.num_blocks, executor.layout.block_tokens)
+        self._windows = WindowPool(executor.num_windows)
         self.num_preemptions = 0
         """Sequences that lost their blocks and were recomputed, since the start."""
 
@@ -75,19 +79,21 @@ class Generator:
         done: dict[int, GenerateResult] = {}
         try:
             while waiting or running:
-                while waiting and len(running) < self._max_batch:
+                while waiting and len(running) < self._max_batch and self._windows.has_free:
                     running.append(waiting.popleft())
+                    running[-1].window = self._windows.allocate()
+                    self._executor.reset_window(running[-1].window)
                 batch = self._next_batch(running, waiting)
                 sampled = self._executor.collect(self._executor.launch(batch))
                 self._record(batch, sampled, running)
                 for sequence in [each for each in running if each.result]:
                     assert sequence.result is not None
                     done[sequence.index] = sequence.result
-                    self._pool.release(sequence.blocks)
+                    self._release(sequence)
                     running.remove(sequence)
         finally:
             for sequence in running:
-                self._pool.release(sequence.blocks)
+                self._release(sequence)
         return [done[index] for index in range(len(requests))]
 
     def _check(self, request: GenerateRequest) -> None:
@@ -113,6 +119,11 @@ class Generator:
                 rows.append(self._row(sequence, count))
         return Batch(tuple(row for row in rows if any(row.sequence == each.index for each in running)))
 
+    def _release(self, sequence: _Sequence) -> None:
+        self._pool.release(sequence.blocks)
+        self._windows.release(sequence.window or NULL_WINDOW)
+        sequence.blocks, sequence.window = [], None
+
     def _row(self, sequence: _Sequence, count: int) -> Row:
         start = sequence.computed
         last = start + count == len(sequence.tokens)
@@ -124,6 +135,8 @@ class Generator:
             sampling=sequence.request.sampling if last else None,
             history=sequence.tokens,
             num_prompt_tokens=len(sequence.request.token_ids),
+            window=sequence.window or NULL_WINDOW,
+            preceding=sequence.tokens[max(start - self._executor.preceding_tokens, 0) : start],
         )
 
     def _make_room(self, sequence: _Sequence, tokens: int, running: list[_Sequence], waiting: deque[_Sequence]) -> bool:
@@ -131,8 +144,8 @@ class Generator:
         missing = -(-tokens // self._pool.block_tokens) - len(sequence.blocks)
         while missing > self._pool.free_blocks:
             youngest = max(running, key=lambda each: each.index)
-            self._pool.release(youngest.blocks)
-            youngest.blocks, youngest.computed = [], 0
+            self._release(youngest)
+            youngest.computed = 0
             running.remove(youngest)
             waiting.appendleft(youngest)
             self.num_preemptions += 1

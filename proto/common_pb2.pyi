@@ -208,6 +208,8 @@ class ImageRef(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
     MEDIA_TYPE_FIELD_NUMBER: _builtins.int
+    VISION_ADDRESS_FIELD_NUMBER: _builtins.int
+    VISION_FINGERPRINT_FIELD_NUMBER: _builtins.int
     content_hash: _builtins.bytes
     """SHA-256 of the encoded image: part of the block keys it touches. 32 bytes."""
     position: _builtins.int
@@ -218,6 +220,10 @@ class ImageRef(_message.Message):
     """The encoded image (PNG, JPEG, WebP); empty once embeddings exist."""
     media_type: _builtins.str
     """"image/png", "image/jpeg" or "image/webp"."""
+    vision_address: _builtins.str
+    """host:port of the vision replica that holds the embeddings; empty before they exist."""
+    vision_fingerprint: _builtins.bytes
+    """Fingerprint of the vision model that made them: part of the block keys, like content_hash. 32 bytes."""
     def __init__(
         self,
         *,
@@ -226,10 +232,12 @@ class ImageRef(_message.Message):
         num_tokens: _builtins.int = ...,
         data: _builtins.bytes = ...,
         media_type: _builtins.str = ...,
+        vision_address: _builtins.str = ...,
+        vision_fingerprint: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content_hash", b"content_hash", "data", b"data", "media_type", b"media_type", "num_tokens", b"num_tokens", "position", b"position"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content_hash", b"content_hash", "data", b"data", "media_type", b"media_type", "num_tokens", b"num_tokens", "position", b"position", "vision_address", b"vision_address", "vision_fingerprint", b"vision_fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -272,7 +280,7 @@ class Request(_message.Message):
     """Model fingerprint the root was made for. 32 bytes. A replica with another fingerprint refuses the request."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The whole prompt."""
+        """The whole prompt. Ids of image positions only name the place and lie at or above the vocabulary size."""
 
     @_builtins.property
     def sampling(self) -> Global___SamplingParams:
@@ -589,6 +597,7 @@ class ModelCard(_message.Message):
     VOCAB_TOKENS_FIELD_NUMBER: _builtins.int
     TAKES_IMAGES_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    WINDOW_TOKENS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Public name."""
     fingerprint: _builtins.bytes
@@ -605,6 +614,8 @@ class ModelCard(_message.Message):
     """Logit width. Unit: tokens."""
     takes_images: _builtins.bool
     """True when prompts may hold images."""
+    window_tokens: _builtins.int
+    """Newest tokens a sliding-window layer sees; 0 for models without windows. Unit: tokens."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end an answer by the model's own rules."""
@@ -621,10 +632,11 @@ class ModelCard(_message.Message):
         vocab_tokens: _builtins.int = ...,
         takes_images: _builtins.bool = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        window_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_tokens", b"block_tokens", "context_tokens", b"context_tokens", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "name", b"name", "takes_images", b"takes_images", "vocab_tokens", b"vocab_tokens", "window_bytes", b"window_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_tokens", b"block_tokens", "context_tokens", b"context_tokens", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "name", b"name", "takes_images", b"takes_images", "vocab_tokens", b"vocab_tokens", "window_bytes", b"window_bytes", "window_tokens", b"window_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

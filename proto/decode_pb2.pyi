@@ -141,7 +141,9 @@ class ReserveReply(_message.Message):
     present_blocks: _builtins.int
     """Leading blocks that are already here and must not be sent. Unit: blocks."""
     shm_path: _builtins.str
-    """Shared-memory file to fill, if the replica offers one; it begins with the ticket's nonce. Empty: use Push."""
+    """Shared-memory file to fill, if the replica offers one: the ticket's nonce, the missing blocks, the window state.
+    Empty: use Push.
+    """
     @_builtins.property
     def ticket(self) -> _common_pb2.Ticket:
         """Names the room in Push, Commit and Abort."""
@@ -163,7 +165,7 @@ Global___ReserveReply: _TypeAlias = ReserveReply  # noqa: Y015
 
 @_typing.final
 class PushChunk(_message.Message):
-    """A piece of one block."""
+    """A piece of one block, or of the window state."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -172,6 +174,7 @@ class PushChunk(_message.Message):
     OFFSET_BYTES_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
     CRC32_FIELD_NUMBER: _builtins.int
+    IS_WINDOW_FIELD_NUMBER: _builtins.int
     block_index: _builtins.int
     """Index into the sequence's block table."""
     offset_bytes: _builtins.int
@@ -180,6 +183,8 @@ class PushChunk(_message.Message):
     """At most 2 MiB."""
     crc32: _builtins.int
     """CRC-32 (IEEE) of `data`."""
+    is_window: _builtins.bool
+    """The piece belongs to the window state; block_index means nothing."""
     @_builtins.property
     def ticket(self) -> _common_pb2.Ticket:
         """Only on the first chunk of a stream."""
@@ -192,10 +197,11 @@ class PushChunk(_message.Message):
         offset_bytes: _builtins.int = ...,
         data: _builtins.bytes = ...,
         crc32: _builtins.int = ...,
+        is_window: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_index", b"block_index", "crc32", b"crc32", "data", b"data", "offset_bytes", b"offset_bytes", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_index", b"block_index", "crc32", b"crc32", "data", b"data", "is_window", b"is_window", "offset_bytes", b"offset_bytes", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -234,12 +240,15 @@ class CommitRequest(_message.Message):
     KV_TOKENS_FIELD_NUMBER: _builtins.int
     FIRST_TOKEN_ID_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    WINDOW_CRC32_FIELD_NUMBER: _builtins.int
     kv_tokens: _builtins.int
     """KV handed over. Unit: tokens."""
     first_token_id: _builtins.int
     """The token sampled by prefill: decode's first input, at position kv_tokens."""
     cached_tokens: _builtins.int
     """Prompt tokens that were found instead of computed, for the final usage. Unit: tokens."""
+    window_crc32: _builtins.int
+    """CRC-32 (IEEE) of the window state; 0 without one."""
     @_builtins.property
     def ticket(self) -> _common_pb2.Ticket:
         """The reservation that was filled."""
@@ -256,10 +265,11 @@ class CommitRequest(_message.Message):
         kv_tokens: _builtins.int = ...,
         first_token_id: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
+        window_crc32: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_crc32", b"block_crc32", "cached_tokens", b"cached_tokens", "first_token_id", b"first_token_id", "kv_tokens", b"kv_tokens", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_crc32", b"block_crc32", "cached_tokens", b"cached_tokens", "first_token_id", b"first_token_id", "kv_tokens", b"kv_tokens", "ticket", b"ticket", "window_crc32", b"window_crc32"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from proto import common_pb2 as proto_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12proto/vision.proto\x12\tfathom.v1\x1a\x12proto/common.proto\"W\n\rEncodeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12#\n\x06images\x18\x03 \x03(\x0b\x32\x13.fathom.v1.ImageRef\"i\n\x0b\x45ncodeChunk\x12\x13\n\x0bimage_index\x18\x01 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x14\n\x0coffset_bytes\x18\x03 \x01(\x04\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\r\n\x05\x63rc32\x18\x05 \x01(\r2F\n\x06Vision\x12<\n\x06\x45ncode\x12\x18.fathom.v1.EncodeRequest\x1a\x16.fathom.v1.EncodeChunk0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12proto/vision.proto\x12\tfathom.v1\x1a\x12proto/common.proto\"l\n\rEncodeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12#\n\x06images\x18\x03 \x03(\x0b\x32\x13.fathom.v1.ImageRef\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\x0c\"]\n\x0cPrepareReply\x12\'\n\x06images\x18\x01 \x03(\x0b\x32\x17.fathom.v1.EncodedImage\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\x0c\"8\n\x0c\x45ncodedImage\x12\x14\n\x0c\x63ontent_hash\x18\x01 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\"i\n\x0b\x45ncodeChunk\x12\x13\n\x0bimage_index\x18\x01 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x14\n\x0coffset_bytes\x18\x03 \x01(\x04\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\r\n\x05\x63rc32\x18\x05 \x01(\r2\x84\x01\n\x06Vision\x12<\n\x07Prepare\x12\x18.fathom.v1.EncodeRequest\x1a\x17.fathom.v1.PrepareReply\x12<\n\x06\x45ncode\x12\x18.fathom.v1.EncodeRequest\x1a\x16.fathom.v1.EncodeChunk0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,9 +33,13 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'proto.vision_pb2', _globals
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ENCODEREQUEST']._serialized_start=53
-  _globals['_ENCODEREQUEST']._serialized_end=140
-  _globals['_ENCODECHUNK']._serialized_start=142
-  _globals['_ENCODECHUNK']._serialized_end=247
-  _globals['_VISION']._serialized_start=249
-  _globals['_VISION']._serialized_end=319
+  _globals['_ENCODEREQUEST']._serialized_end=161
+  _globals['_PREPAREREPLY']._serialized_start=163
+  _globals['_PREPAREREPLY']._serialized_end=256
+  _globals['_ENCODEDIMAGE']._serialized_start=258
+  _globals['_ENCODEDIMAGE']._serialized_end=314
+  _globals['_ENCODECHUNK']._serialized_start=316
+  _globals['_ENCODECHUNK']._serialized_end=421
+  _globals['_VISION']._serialized_start=424
+  _globals['_VISION']._serialized_end=556
 # @@protoc_insertion_point(module_scope)

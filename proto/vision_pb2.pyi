@@ -28,13 +28,16 @@ class EncodeRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     IMAGES_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request the images belong to."""
     model: _builtins.str
     """Model whose prompt they stand in."""
+    fingerprint: _builtins.bytes
+    """Vision model the caller reckons with; empty takes any. 32 bytes."""
     @_builtins.property
     def images(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.ImageRef]:
-        """With `data` and `media_type` set."""
+        """With `data` and `media_type` set, or `content_hash` alone."""
 
     def __init__(
         self,
@@ -42,14 +45,73 @@ class EncodeRequest(_message.Message):
         request_id: _builtins.str = ...,
         model: _builtins.str = ...,
         images: _abc.Iterable[_common_pb2.ImageRef] | None = ...,
+        fingerprint: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["images", b"images", "model", b"model", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "images", b"images", "model", b"model", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EncodeRequest: _TypeAlias = EncodeRequest  # noqa: Y015
+
+@_typing.final
+class PrepareReply(_message.Message):
+    """What became of the images."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IMAGES_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    """host:port of this replica: `Encode` finds the embeddings here."""
+    fingerprint: _builtins.bytes
+    """Vision weights and numeric recipe: embeddings of another fingerprint are other bits. 32 bytes."""
+    @_builtins.property
+    def images(self) -> _containers.RepeatedCompositeFieldContainer[Global___EncodedImage]:
+        """One for each image, in the order they were given."""
+
+    def __init__(
+        self,
+        *,
+        images: _abc.Iterable[Global___EncodedImage] | None = ...,
+        address: _builtins.str = ...,
+        fingerprint: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "fingerprint", b"fingerprint", "images", b"images"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrepareReply: _TypeAlias = PrepareReply  # noqa: Y015
+
+@_typing.final
+class EncodedImage(_message.Message):
+    """One encoded image."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTENT_HASH_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    content_hash: _builtins.bytes
+    """SHA-256 of the encoded image. 32 bytes."""
+    num_tokens: _builtins.int
+    """Rows of its embeddings, the marks around and between its lines included. Unit: tokens."""
+    def __init__(
+        self,
+        *,
+        content_hash: _builtins.bytes = ...,
+        num_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content_hash", b"content_hash", "num_tokens", b"num_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EncodedImage: _TypeAlias = EncodedImage  # noqa: Y015
 
 @_typing.final
 class EncodeChunk(_message.Message):
@@ -65,7 +127,7 @@ class EncodeChunk(_message.Message):
     image_index: _builtins.int
     """Which image of the request, from 0."""
     data: _builtins.bytes
-    """Row-major [tokens, hidden] in the model's activation dtype; at most 2 MiB a piece."""
+    """Row-major [tokens, hidden] fp32; at most 2 MiB a piece."""
     offset_bytes: _builtins.int
     """Where this piece goes. Unit: bytes."""
     num_tokens: _builtins.int

@@ -35,6 +35,11 @@ class VisionStub:
         Args:
             channel: A grpc.Channel.
         """
+        self.Prepare = channel.unary_unary(
+                '/fathom.v1.Vision/Prepare',
+                request_serializer=proto_dot_vision__pb2.EncodeRequest.SerializeToString,
+                response_deserializer=proto_dot_vision__pb2.PrepareReply.FromString,
+                _registered_method=True)
         self.Encode = channel.unary_stream(
                 '/fathom.v1.Vision/Encode',
                 request_serializer=proto_dot_vision__pb2.EncodeRequest.SerializeToString,
@@ -46,8 +51,17 @@ class VisionServicer:
     """Turns images into embeddings that stand in a prompt.
     """
 
+    def Prepare(self, request, context):
+        """Encodes the images of one request and keeps the embeddings, so that whoever computes the prompt can fetch them.
+        Replicas without a vision model answer INVALID_ARGUMENT.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Encode(self, request, context):
-        """Encodes images. Replicas without a vision model answer INVALID_ARGUMENT.
+        """The embeddings of images. Those without `data` must be here already, made by the vision model whose fingerprint
+        the request names: FAILED_PRECONDITION otherwise. Replicas without a vision model answer INVALID_ARGUMENT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -56,6 +70,11 @@ class VisionServicer:
 
 def add_VisionServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'Prepare': grpc.unary_unary_rpc_method_handler(
+                    servicer.Prepare,
+                    request_deserializer=proto_dot_vision__pb2.EncodeRequest.FromString,
+                    response_serializer=proto_dot_vision__pb2.PrepareReply.SerializeToString,
+            ),
             'Encode': grpc.unary_stream_rpc_method_handler(
                     servicer.Encode,
                     request_deserializer=proto_dot_vision__pb2.EncodeRequest.FromString,
@@ -72,6 +91,33 @@ def add_VisionServicer_to_server(servicer, server):
 class Vision:
     """Turns images into embeddings that stand in a prompt.
     """
+
+    @staticmethod
+    def Prepare(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fathom.v1.Vision/Prepare',
+            proto_dot_vision__pb2.EncodeRequest.SerializeToString,
+            proto_dot_vision__pb2.PrepareReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def Encode(request,

@@ -33,19 +33,41 @@ class VisionStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> VisionAsyncStub: ...
+    Prepare: _grpc.UnaryUnaryMultiCallable[_vision_pb2.EncodeRequest, _vision_pb2.PrepareReply]
+    """Encodes the images of one request and keeps the embeddings, so that whoever computes the prompt can fetch them.
+    Replicas without a vision model answer INVALID_ARGUMENT.
+    """
     Encode: _grpc.UnaryStreamMultiCallable[_vision_pb2.EncodeRequest, _vision_pb2.EncodeChunk]
-    """Encodes images. Replicas without a vision model answer INVALID_ARGUMENT."""
+    """The embeddings of images. Those without `data` must be here already, made by the vision model whose fingerprint
+    the request names: FAILED_PRECONDITION otherwise. Replicas without a vision model answer INVALID_ARGUMENT.
+    """
 
 @_typing.type_check_only
 class VisionAsyncStub(VisionStub):
     """Turns images into embeddings that stand in a prompt."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
+    Prepare: _aio.UnaryUnaryMultiCallable[_vision_pb2.EncodeRequest, _vision_pb2.PrepareReply]  # type: ignore[assignment]
+    """Encodes the images of one request and keeps the embeddings, so that whoever computes the prompt can fetch them.
+    Replicas without a vision model answer INVALID_ARGUMENT.
+    """
     Encode: _aio.UnaryStreamMultiCallable[_vision_pb2.EncodeRequest, _vision_pb2.EncodeChunk]  # type: ignore[assignment]
-    """Encodes images. Replicas without a vision model answer INVALID_ARGUMENT."""
+    """The embeddings of images. Those without `data` must be here already, made by the vision model whose fingerprint
+    the request names: FAILED_PRECONDITION otherwise. Replicas without a vision model answer INVALID_ARGUMENT.
+    """
 
 class VisionServicer(metaclass=_abc_1.ABCMeta):
     """Turns images into embeddings that stand in a prompt."""
+
+    @_abc_1.abstractmethod
+    def Prepare(
+        self,
+        request: _vision_pb2.EncodeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_vision_pb2.PrepareReply, _abc.Awaitable[_vision_pb2.PrepareReply]]:
+        """Encodes the images of one request and keeps the embeddings, so that whoever computes the prompt can fetch them.
+        Replicas without a vision model answer INVALID_ARGUMENT.
+        """
 
     @_abc_1.abstractmethod
     def Encode(
@@ -53,6 +75,8 @@ class VisionServicer(metaclass=_abc_1.ABCMeta):
         request: _vision_pb2.EncodeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_vision_pb2.EncodeChunk], _abc.AsyncIterator[_vision_pb2.EncodeChunk]]:
-        """Encodes images. Replicas without a vision model answer INVALID_ARGUMENT."""
+        """The embeddings of images. Those without `data` must be here already, made by the vision model whose fingerprint
+        the request names: FAILED_PRECONDITION otherwise. Replicas without a vision model answer INVALID_ARGUMENT.
+        """
 
 def add_VisionServicer_to_server(servicer: VisionServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

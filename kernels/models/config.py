@@ -54,6 +54,9 @@ class ModelConfig:
     """RMSNorm on every query and key head before the rotation (Qwen3)."""
     eos_token_ids: tuple[int, ...] = ()
 
+    image_token_ids: tuple[int, ...] = ()
+    """None of these models takes images."""
+
     @property
     def group(self) -> int:
         """Query heads per KV head."""

@@ -16,14 +16,11 @@ from torch import Tensor
 
 from kernels.batch import Batch, Row
 from kernels.kv.layout import KvLayout
+from kernels.models.model import BadBatch
 from kernels.ops.attention import CHUNK_TOKENS, UNIT_TOKENS
 from kernels.ops.row_tiles import RowTiles
 
 Ids = NDArray[np.int64]
-
-
-class BadBatch(ValueError):  # noqa: N818 - named by meaning, like the service errors
-    """A row cannot be computed as it stands: the caller's scheduling is wrong."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ import torch
 
 from kernels.batch import Batch, Row, SamplingParams
 from kernels.executor import Executor
-from kernels.models.step import BadBatch
+from kernels.models.model import BadBatch
 from kernels.tests.tiny_models import write_tiny
 
 GREEDY = SamplingParams(temperature=0.0)

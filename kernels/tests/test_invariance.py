@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from kernels.batch import Batch, Row
-from kernels.executor import Dtype, Executor
+from kernels.executor import Executor
+from kernels.models.dense import DenseModel
+from kernels.models.model import Dtype
 from kernels.ops.row_tiles import NotInvariant
 from kernels.tests.tiny_models import write_tiny
 
@@ -106,7 +108,9 @@ def test_warm_up_proves_the_whole_model(dtype) -> None:
 def test_warm_up_refuses_a_kernel_that_is_not_invariant(tmp_path) -> None:
     """A kernel whose bits depend on the row count is caught before it serves."""
     executor = Executor.load(write_tiny("mistral", tmp_path), dtype="fp32", threads=1, num_blocks=20)
-    down = executor._model.layers[0].down.linear
+    model = executor._model
+    assert isinstance(model, DenseModel)
+    down = model._model.layers[0].down.linear
     sound = down.apply
     down.apply = lambda rows: sound(rows) * (1.0 + 1e-6 * len(rows))
 

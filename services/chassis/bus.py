@@ -21,6 +21,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from proto.events_pb2 import LoadReport
 from services.chassis import names, telemetry
+from services.chassis.tasks import end_tasks
 
 REQUEST_SECONDS = 1.0  # JetStream's default of 5 s would make the first try after a failover that slow
 RECONNECT_SECONDS = 0.25
@@ -83,8 +84,7 @@ class Bus:
         """Flush and disconnect."""
         self._is_closed = True
         if self._keeper is not None:
-            self._keeper.cancel()
-            await asyncio.gather(self._keeper, return_exceptions=True)
+            await end_tasks([self._keeper])
         if self._client is not None:
             with contextlib.suppress(*_FAILURES):
                 async with asyncio.timeout(REQUEST_SECONDS):

@@ -18,6 +18,7 @@ from proto.events_pb2 import REPLICA_STATE_DRAINING, REPLICA_STATE_READY, LoadRe
 from services.chassis import telemetry
 from services.chassis.bus import Bus, Entry
 from services.chassis.errors import NoReplica
+from services.chassis.tasks import end_tasks
 
 TTL_SECONDS = 5
 REFRESH_SECONDS = 1.5
@@ -201,11 +202,8 @@ class Registry:
     async def close(self) -> None:
         """Withdraw and stop watching."""
         await self.withdraw()
-        # A flag besides the cancellation: asyncio.wait_for of Python 3.11, which nats uses, can swallow one.
         self._is_closed = True
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(self._tasks)
 
     def _start(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)

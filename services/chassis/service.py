@@ -22,6 +22,7 @@ from services.chassis.config import ServiceSettings
 from services.chassis.metrics import StatusServer
 from services.chassis.registry import Registry
 from services.chassis.server import HouseServer
+from services.chassis.tasks import end_tasks
 
 STOP_HOOK_SECONDS = 5.0
 STREAM_GRACE_SECONDS = 0.2
@@ -184,9 +185,8 @@ class Service:
         await self.server.stop(STREAM_GRACE_SECONDS)
         for hook in reversed(self._stop_hooks):
             await self._guarded(hook, STOP_HOOK_SECONDS)
-        for task in tuple(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for task in await end_tasks(tuple(self._tasks)):
+            telemetry.log.warning("service.task.stuck", task=task.get_name())
         await self.registry.close()
         await self.bus.close()
         for channel in self._channels.values():

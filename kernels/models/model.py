@@ -1,0 +1,110 @@
+"""What is a model to the executor? Weights and caches of one model on one device, whatever its architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from kernels.batch import Batch
+from kernels.kv.layout import KvLayout
+from kernels.kv.window import WindowSpec
+
+Dtype = Literal["bf16", "fp32", "int8"]
+Progress = Callable[[str, int, int], None]
+"""(stage, done, total)."""
+
+
+class BadBatch(ValueError):  # noqa: N818 - named by meaning, like the service errors
+    """A row cannot be computed as it stands: the caller's scheduling is wrong."""
+
+
+class ModelInfo(Protocol):
+    """What callers may know of a model's config."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Logit width; token ids are below it, except those that name the places of images."""
+
+    @property
+    def max_position_tokens(self) -> int:
+        """Longest sequence."""
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer by the model's own rules."""
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of an embedding."""
+
+    @property
+    def image_token_ids(self) -> tuple[int, ...]:
+        """Ids that name the places of images in prompts; empty for a model that takes none."""
+
+
+class Model(Protocol):
+    """A loaded model with its caches. One thread at a time."""
+
+    @property
+    def info(self) -> ModelInfo:
+        """The config's part that callers need."""
+
+    @property
+    def layout(self) -> KvLayout:
+        """Of its blocks and windows."""
+
+    @property
+    def window(self) -> WindowSpec | None:
+        """Of its sliding windows; None when it has none."""
+
+    @property
+    def preceding_tokens(self) -> int:
+        """How many tokens before a row its forward looks at, besides what is cached."""
+
+    @property
+    def row_tiles(self) -> tuple[int, ...]:
+        """Row counts proven bit-equal on this machine."""
+
+    def numeric_recipe(self) -> str:
+        """Everything that decides a bit: arithmetic, library, and a hash of what they compute here."""
+
+    def forward(self, batch: Batch, *, every_row: bool) -> Tensor:
+        """Logits of the last token of each row that wants one (or of every row), [wanted, vocab_size] fp32.
+
+        KV of all tokens goes to blocks and windows.  Raises BadBatch before anything is changed.
+        """
+
+    def read_block(self, block_id: int) -> bytes:
+        """layout.block_bytes bytes."""
+
+    def write_block(self, block_id: int, payload: bytes | bytearray | memoryview) -> None:
+        """ValueError for another size than layout.block_bytes, or for the null block."""
+
+    def read_window(self, slot: int, *, encoder_only: bool) -> bytes:
+        """A state as layout.window_streams describes it, or its encoder part."""
+
+    def write_window(self, slot: int, payload: bytes | bytearray | memoryview) -> None:
+        """Replace a state: a whole one, or the encoder part with everything else empty. ValueError for other sizes."""
+
+    def reset_window(self, slot: int) -> None:
+        """Make a state empty: what a sequence starts with."""
+
+
+class OpenedModel(Protocol):
+    """A model folder whose config was read: its bytes are known, its weights not yet in memory."""
+
+    @property
+    def layout(self) -> KvLayout:
+        """Of one block and one window."""
+
+    @property
+    def window(self) -> WindowSpec | None:
+        """Of the model's sliding windows, if it has some."""
+
+    def weights_digest(self) -> bytes:
+        """32 bytes that name the weights."""
+
+    def build(self, *, num_blocks: int, num_windows: int) -> Model:
+        """Read, check and pack the weights, and make the caches (null block and null window counted)."""
