@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.batch import Batch, Row, Sampled
+from kernels.kv.replay import Mode
 from kernels.models.load import open_model
 from kernels.models.model import Dtype, Model, ModelInfo, OpenedModel, Progress
 from kernels.ops.allocator import keep_freed_memory
@@ -38,7 +39,16 @@ class Step:
 class Executor:
     """One model on one device, with its KV blocks and windows."""
 
-    def __init__(self, model: Model, *, num_blocks: int, num_windows: int, threads: int, weights_digest: bytes) -> None:
+    def __init__(
+        self,
+        model: Model,
+        *,
+        num_blocks: int,
+        num_windows: int,
+        replay: Mode,
+        threads: int,
+        weights_digest: bytes,
+    ) -> None:
         """`load` is the way in."""
         self.config: ModelInfo = model.info
         self.layout = model.layout
@@ -47,8 +57,9 @@ class Executor:
         self.num_blocks = num_blocks
         self.num_windows = num_windows
         """Window slots, the null window included; 0 for a model without windows."""
+        self.replay = replay
         self.threads = threads
-        self.recipe = model.numeric_recipe()
+        self.recipe = model.numeric_recipe() + ("" if replay == "off" else f" replay={replay}")
         self.fingerprint = hashlib.sha256(
             b"fathom.model.1" + weights_digest + self.layout.digest() + self.recipe.encode()
         ).digest()
@@ -65,6 +76,7 @@ class Executor:
         num_blocks: int | None = None,
         block_tokens: int | None = None,
         num_windows: int = DEFAULT_WINDOWS,
+        replay: Mode = "off",
         threads: int = 2,
         device: str = "cpu",
         progress: Progress | None = None,
@@ -72,8 +84,10 @@ class Executor:
         """Read a model folder, pack its weights and prove which row counts are bit-equal here.
 
         kv_bytes or num_blocks (null block included) sizes the cache; neither means 1 GiB.  num_windows: sequences that
-        can be computed at a time, where the model has windows.  Raises ModelNotSupported, BadWeights, NotInvariant, or
-        ValueError for a setting that cannot be.
+        can be computed at a time, where the model has windows.  replay: how windows are rebuilt after a hit; part of
+        the fingerprint, for what other than "off" computes is not what a cold run would have.
+
+        Raises ModelNotSupported, BadWeights, NotInvariant, or ValueError for a setting that cannot be.
         """
         torch.set_num_threads(threads)
         keep_freed_memory()
@@ -81,6 +95,7 @@ class Executor:
             model_dir,
             dtype=dtype,
             block_tokens=block_tokens,
+            replay=replay,
             device=torch.device(device),
             progress=progress or _silent,
         )
@@ -88,7 +103,9 @@ class Executor:
         windows = num_windows + 1 if opened.window else 0
         digest = opened.weights_digest()
         model = opened.build(num_blocks=blocks, num_windows=windows)
-        return cls(model, num_blocks=blocks, num_windows=windows, threads=threads, weights_digest=digest)
+        return cls(
+            model, num_blocks=blocks, num_windows=windows, replay=replay, threads=threads, weights_digest=digest
+        )
 
     @property
     def row_tiles(self) -> tuple[int, ...]:
