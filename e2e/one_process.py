@@ -14,6 +14,7 @@ from kernels.generate import GenerateRequest, Generator
 
 _WHOLE_PROMPT_TOKENS = 8192
 _NUM_BLOCKS = 64
+"""Of 128 tokens: room for a batch of the longest prompts."""
 
 
 def one_process(
@@ -25,12 +26,13 @@ def one_process(
     dtype: Literal["bf16", "fp32", "int8"],
     chunk_tokens: int | None = None,
     at_once: int = 1,
+    num_blocks: int = _NUM_BLOCKS,
 ) -> dict[str, dict[str, tuple[int, ...]]]:
     """Answer `at_once` prompts at a time, in chunks of `chunk_tokens` (None: whole).
 
     Returns sampling -> prompt -> token ids.
     """
-    executor = Executor.load(model_dir, dtype=dtype, num_blocks=_NUM_BLOCKS, threads=2)
+    executor = Executor.load(model_dir, dtype=dtype, num_blocks=num_blocks, threads=2)
     generator = Generator(executor, chunk_tokens=chunk_tokens or _WHOLE_PROMPT_TOKENS, max_batch=at_once)
     found: dict[str, dict[str, tuple[int, ...]]] = {}
     for sampling in samplings:

@@ -3,49 +3,15 @@
 The yardstick is one process without services. Every other path must give exactly its ids, greedy and seeded.
 """
 
-from pathlib import Path
-from typing import Literal
-
 import httpx
 import pytest
 
-from e2e.client import GREEDY, SEEDED, complete, complete_all
-from e2e.one_process import one_process
-from e2e.prompts import BLOCK_TOKENS, Prompt, bf16_prompts, prompts
+from e2e.client import SEEDED, complete, complete_all
+from e2e.paths import MAX_TOKENS, expected_tokens, tokens_of
+from e2e.prompts import BLOCK_TOKENS, bf16_prompts, prompts
 from e2e.suite import Suite
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
-MAX_TOKENS = 8
-BOTH = (GREEDY, SEEDED)
-
-Expected = dict[str, dict[str, tuple[int, ...]]]
-
-
-def expected_tokens(
-    model_dir: Path,
-    wanted: list[Prompt],
-    *,
-    dtype: Literal["bf16", "fp32"],
-    chunk_tokens: int | None = None,
-    at_once: int = 1,
-    max_tokens: int = MAX_TOKENS,
-) -> Expected:
-    """Tokens of the one-process path: sampling name -> prompt name -> ids."""
-    ids = {p.name: p.token_ids for p in wanted}
-    return one_process(
-        model_dir, ids, samplings=BOTH, max_tokens=max_tokens, dtype=dtype, chunk_tokens=chunk_tokens, at_once=at_once
-    )
-
-
-async def tokens_of(suite: Suite, wanted: list[Prompt], *, at_once: int, max_tokens: int = MAX_TOKENS) -> Expected:
-    found: Expected = {}
-    for sampling in BOTH:
-        answers = await complete_all(
-            suite.base_url, [p.token_ids for p in wanted], at_once=at_once, max_tokens=max_tokens, sampling=sampling
-        )
-        found[sampling.name] = {p.name: a.token_ids for p, a in zip(wanted, answers, strict=True)}
-    return found
 
 
 def whole_block_hit(num_tokens: int) -> int:
