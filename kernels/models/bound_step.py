@@ -5,6 +5,8 @@ At batch 1 a step is a few thousand small operations, so every view that does no
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -58,21 +60,38 @@ class BoundStep:
 
     def apply(self, index: int, layer: Layer) -> None:
         """Add one layer to `hidden` and write its K and V."""
-        plan, scratch = self._plan, self._scratch
-        rows = self.normalised(self._padded, layer.attention_norm)
-        self._project(index, layer, rows)
+        self._project(index, layer)
         for part in self._parts:
             part.run(index)
-        self.hidden.add_(layer.output.run(self._attended, plan.tiles, scratch))
-        rows = self.normalised(self._padded, layer.ffn_norm)
-        product = layer.gate_up.run(rows, plan.tiles, scratch)
+        self._feed_forward(layer, self._padded, self._attended, self._plan.tiles)
+
+    def finish(self, index: int, layer: Layer, norm: Tensor) -> Tensor:
+        """Write the last layer's K and V, and add the layer to the rows whose logits are wanted: nobody needs others.
+
+        Returns those rows normalised, in row order, padded for the head, in the kernel's dtype.
+        """
+        plan, scratch = self._plan, self._scratch
+        self._project(index, layer)
+        if not plan.num_wanted:
+            return self.hidden[:0]
+        for part in self._parts:
+            part.run(index, plan.wanted_tokens)
+        rows = len(plan.last)
+        padded = torch.index_select(self._padded, 0, plan.last, out=scratch.take("last", (rows, self._padded.shape[1])))
+        kept = scratch.take("last.attended", (rows, self._attended.shape[1]), self._attended.dtype)
+        attended = torch.index_select(self._attended, 0, plan.last, out=kept)
+        self._feed_forward(layer, padded, attended, plan.last_tiles)
+        return self.normalised(torch.index_select(padded, 0, plan.head), norm)
+
+    def _feed_forward(self, layer: Layer, padded: Tensor, attended: Tensor, tiles: Sequence[int]) -> None:
+        """Add a layer's attention output and feed-forward to padded rows."""
+        scratch = self._scratch
+        hidden = padded[:, : self._config.hidden_size]
+        hidden.add_(layer.output.run(attended, tiles, scratch))
+        product = layer.gate_up.run(self.normalised(padded, layer.ffn_norm), tiles, scratch)
         if not self._kernel.pack_swiglu:
             product = self._activation(swiglu(self._fp32(product), scratch=scratch))
-        self.hidden.add_(layer.down.run(product, plan.tiles, scratch))
-
-    def wanted(self, norm: Tensor) -> Tensor:
-        """The rows whose logits are wanted, normalised, in the kernel's dtype."""
-        return self.normalised(torch.index_select(self._padded, 0, self._plan.wanted), norm)
+        hidden.add_(layer.down.run(product, tiles, scratch))
 
     def normalised(self, padded: Tensor, weight: Tensor) -> Tensor:
         """RMSNorm of padded fp32 rows, in the dtype the kernel takes."""
@@ -86,9 +105,10 @@ class BoundStep:
     def _fp32(self, rows: Tensor) -> Tensor:
         return rows if rows.dtype == torch.float32 else self._scratch.take("wide", tuple(rows.shape)).copy_(rows)
 
-    def _project(self, index: int, layer: Layer, rows: Tensor) -> None:
+    def _project(self, index: int, layer: Layer) -> None:
         """Queries and keys, rotated, into `_rotated`; K and V into the cache."""
         _, turning, dim = self._turning
+        rows = self.normalised(self._padded, layer.attention_norm)
         heads = self._fp32(layer.qkv.run(rows, self._plan.tiles, self._scratch)).view(len(rows), -1, dim)
         queries_keys = heads[:, :turning]
         if layer.qk_norm is not None:
@@ -143,6 +163,7 @@ class _DecodePart:
 
     def __init__(self, step: BoundStep, group: DecodeGroup, queries: Tensor, out: Tensor) -> None:
         mine = slice(group.start, group.start + group.count)
+        self._tokens = range(group.start, group.start + group.count)
         _, kv_heads, size, dim = queries.shape
         self._scale = step.scale
         self._gathered = step.gathered(group.sections, group.count)
@@ -153,7 +174,10 @@ class _DecodePart:
         self._out = out[mine]
         self._shape = (group.count, kv_heads, step.decode_rows, dim)
 
-    def run(self, index: int) -> None:
+    def run(self, index: int, wanted: frozenset[int] | None = None) -> None:
+        """Attend; with `wanted`, only if one of these tokens is here."""
+        if wanted is not None and wanted.isdisjoint(self._tokens):
+            return
         self._gathered.run(index)
         torch.mul(self._queries, self._scale, out=self._padded)
         self._out.copy_(self._attention.run().view(self._shape)[:, :, : self._out.shape[2]])
@@ -175,10 +199,14 @@ class _ChunkPart:
             mine = slice(tile.start, tile.start + tile.count)
             attention = step.attention(flat, keys[: tile.units], values[: tile.units], tile.mask)
             source, target = queries[mine].transpose(0, 1), out[mine].transpose(0, 1)
-            self._tiles.append((source, padded[:, : tile.count], attention, target))
+            tokens = range(tile.start, tile.start + tile.count)
+            self._tiles.append((tokens, source, padded[:, : tile.count], attention, target))
 
-    def run(self, index: int) -> None:
-        self._gathered.run(index)
-        for source, padded, attention, target in self._tiles:
+    def run(self, index: int, wanted: frozenset[int] | None = None) -> None:
+        """Attend; with `wanted`, only in the tiles that hold one of these tokens."""
+        tiles = [tile for tile in self._tiles if wanted is None or not wanted.isdisjoint(tile[0])]
+        if tiles:
+            self._gathered.run(index)
+        for _, source, padded, attention, target in tiles:
             torch.mul(source, self._scale, out=padded)
             target.copy_(attention.run().view(self._shape)[:, : target.shape[1]])

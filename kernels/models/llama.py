@@ -80,11 +80,13 @@ class Llama:
         cos, sin = (table[plan.positions].repeat(1, 2)[:, None, :] for table in (self._cos, self._sin))
         step = BoundStep(self.config, self.kernel, cache, attention, plan, (cos, sin), scratch)
         step.hidden.copy_(torch.nn.functional.embedding(plan.token_ids, self.embedding))
-        for index, layer in enumerate(self.layers):
+        *layers, last = self.layers
+        for index, layer in enumerate(layers):
             step.apply(index, layer)
+        rows = step.finish(len(layers), last, self.norm)
         if not plan.num_wanted:
-            return step.hidden.new_empty(0, self.config.vocab_size)
-        logits = self.head.run(step.wanted(self.norm), plan.head_tiles, scratch)
+            return rows.new_empty(0, self.config.vocab_size, dtype=torch.float32)
+        logits = self.head.run(rows, plan.head_tiles, scratch)
         return logits[: plan.num_wanted].float()
 
 

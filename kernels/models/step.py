@@ -71,9 +71,14 @@ class StepPlan:
     """Blocks that get their first token."""
     decode_groups: tuple[DecodeGroup, ...]
     chunks: tuple[Chunk, ...]
-    wanted: Tensor
-    """[sum(head_tiles)] int64: tokens whose logits are wanted, in row order, then padding."""
     num_wanted: int
+    wanted_tokens: frozenset[int]
+    """Tokens whose logits are wanted."""
+    last: Tensor
+    """[sum(last_tiles)] int64: the same, in row order, then padding: what the last layer goes on with."""
+    last_tiles: tuple[int, ...]
+    head: Tensor
+    """[sum(head_tiles)] int64: rows of `last`, then padding: what the head is given."""
 
 
 class StepPlanner:
@@ -141,8 +146,11 @@ class StepPlanner:
             begun_blocks=tuple(np.unique(blocks[slots == 0]).tolist()),
             decode_groups=self._decode_groups(singles, batch.rows, tables),
             chunks=tuple(self._chunk(batch.rows[index], tables[index], starts[index]) for index in longer),
-            wanted=self._padded(np.array(wanted, np.int64), self._head_tiles.padded(len(wanted))),
             num_wanted=len(wanted),
+            wanted_tokens=frozenset(wanted),
+            last=self._padded(np.array(wanted, np.int64), self._tiles.padded(len(wanted))),
+            last_tiles=self._tiles.plan(len(wanted)),
+            head=self._padded(np.arange(len(wanted)), self._head_tiles.padded(len(wanted))),
         )
 
     def _checked_table(self, row: Row) -> Ids:
