@@ -46,8 +46,17 @@ class SafetensorsWeights:
         self._open = {file: _open(file) for file in files}
         self._file_of = {name: file for file, handle in self._open.items() for name in handle.keys()}  # noqa: SIM118 - not a dict
 
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """In the order they were named."""
+        return self._files
+
     def names(self) -> tuple[str, ...]:
         return tuple(sorted(self._file_of))
+
+    def file(self, name: str) -> Path:
+        """The one that holds this tensor; KeyError when none does."""
+        return self._file_of[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._open[self._file_of[name]].get_slice(name).get_shape())
@@ -104,18 +113,21 @@ def require(weights: Weights, expected: Mapping[str, tuple[int, ...]], path: Pat
 
 def _open_sharded(model_dir: Path, index: Path, progress: Progress | None) -> SafetensorsWeights:
     try:
-        file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        file_of: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
+        outside = sorted(name for name in set(file_of.values()) if Path(name).name != name)
     except (ValueError, KeyError, TypeError) as error:
         raise BadWeights(model_dir, [f"{index.name} has no readable weight_map: {error!r}"]) from error
-    outside = sorted(name for name in set(file_of.values()) if Path(name).name != name)
     missing = sorted(name for name in set(file_of.values()) if not (model_dir / name).is_file())
     if outside or missing:
         problems = [f"shard {name} lies outside the folder" for name in outside]
         raise BadWeights(model_dir, problems + [f"shard {name} is missing" for name in missing])
     weights = SafetensorsWeights(model_dir, [model_dir / name for name in sorted(set(file_of.values()))], progress)
-    absent = sorted(set(file_of) - set(weights.names()))
-    if absent:
-        raise BadWeights(model_dir, [f"tensor {name} is not in its shard {file_of[name]}" for name in absent])
+    present = set(weights.names())
+    misplaced = sorted(
+        name for name, shard in file_of.items() if name not in present or weights.file(name).name != shard
+    )
+    if misplaced:
+        raise BadWeights(model_dir, [f"tensor {name} is not in its shard {file_of[name]}" for name in misplaced])
     return weights
 
 

@@ -1,0 +1,160 @@
+"""How does DeepSeek-V4.1 look to the executor? Its weights, its blocks and windows, and a step through its layers."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kernels.batch import Batch
+from kernels.kv.layout import KvLayout
+from kernels.kv.window import WindowSpec
+from kernels.models.config import ModelNotSupported
+from kernels.models.model import Dtype, Progress
+from kernels.models.v41.cache import V41Cache
+from kernels.models.v41.checkpoint import Checkpoint
+from kernels.models.v41.config import V41Config, read_v41_config
+from kernels.models.v41.engram import read_compressed_ids
+from kernels.models.v41.layout import compressor_ring_tokens, v41_layout, window_spec
+from kernels.models.v41.plan import V41Planner
+from kernels.models.v41.slots import WindowSlots
+from kernels.models.v41.step import Step, Watch
+from kernels.models.v41.weights import V41Weights
+from kernels.ops.engram import compress
+from kernels.ops.hyper import STREAMS, first_pre
+from kernels.ops.linear import Kernel, choose, plain
+from kernels.ops.numerics import KVQ, QUANT, Numerics
+from kernels.ops.row_tiles import NotInvariant
+from kernels.ops.scratch import Scratch
+
+_RECIPE = "deepseek-v41-1"
+NUMERICS = {"fp32": KVQ, "bf16": QUANT}
+"""Setting -> where values are rounded. Products sum in fp32 in both: fp8, fp4 and bf16 weights are exact there."""
+
+
+class DeepseekV41:
+    """The language model with its caches."""
+
+    def __init__(self, weights: V41Weights, layout: KvLayout, *, num_blocks: int, num_windows: int) -> None:
+        """num_blocks, num_windows: null block and null window counted."""
+        config, device = weights.config, weights.device
+        self.info: V41Config = config
+        self.layout = layout
+        self.spec = window_spec(config, layout)
+        self.window: WindowSpec | None = self.spec
+        self.preceding_tokens = config.engram.max_ngram - 1
+        self.weights = weights
+        self.cache = V41Cache(
+            config, layout, weights.numerics, num_blocks=num_blocks, num_windows=num_windows, device=device
+        )
+        self._slots = WindowSlots(self.spec, num_windows=num_windows, block_tokens=config.block_tokens)
+        self._planner = V41Planner(
+            config,
+            self._slots,
+            num_blocks=num_blocks,
+            pair_ring_tokens=compressor_ring_tokens(config),
+            device=device,
+        )
+        self._scratch = Scratch(device)
+
+    @property
+    def row_tiles(self) -> tuple[int, ...]:
+        return self.weights.packer.counts
+
+    def numeric_recipe(self) -> str:
+        return f"{_RECIPE} {self.weights.numeric_recipe()}"
+
+    def forward(self, batch: Batch, *, every_row: bool, watch: Watch | None = None) -> Tensor:
+        """watch: sees, and may replace, named intermediates."""
+        weights = self.weights
+        plan = self._planner.plan(batch, every_row=every_row)
+        self.cache.begin(plan.begun_blocks)
+        step = Step(plan, self.cache, weights.numerics, weights.ropes, watch)
+        streams, pre = self._streams(step)
+        history = compress(plan.history, weights.compressed_ids, pad_token_id=self.info.engram.pad_token_id)
+        features: list[Tensor] = []
+        for layer in weights.layers:
+            streams, pre = layer.run(step, streams, pre, history, features, self._scratch)
+        if weights.draft_windows:
+            weights.draft_windows.run(step, features)
+        for row in batch.rows:
+            self._slots.advance(row)
+        streams, pre = step.seen("stream_final", streams), step.seen("pre_final", pre)
+        return weights.head.run(streams[plan.wanted], pre[plan.wanted])
+
+    def _streams(self, step: Step) -> tuple[Tensor, Tensor]:
+        """Four copies of each token's embedding, and the weights that mix them at first."""
+        x = torch.nn.functional.embedding(step.plan.token_ids, self.weights.embedding)
+        if step.plan.images is not None:
+            indices, embeddings = step.plan.images
+            x[indices] = embeddings
+        x = step.seen("embedding", self.weights.numerics.bf16(x))
+        return x.unsqueeze(1).repeat(1, STREAMS, 1), first_pre(len(x), x.device)
+
+    def read_block(self, block_id: int) -> bytes:
+        return self.cache.read_block(block_id)
+
+    def write_block(self, block_id: int, payload: bytes | bytearray | memoryview) -> None:
+        self.cache.write_block(block_id, payload)
+
+    def read_window(self, slot: int, *, encoder_only: bool) -> bytes:
+        return self.cache.read_window(slot, encoder_only=encoder_only)
+
+    def write_window(self, slot: int, payload: bytes | bytearray | memoryview) -> None:
+        self.cache.write_window(slot, payload)
+        self._slots.restored(slot, len(payload))
+
+    def reset_window(self, slot: int) -> None:
+        self.cache.reset_window(slot)
+        self._slots.reset(slot)
+
+
+class OpenedV41:
+    """A V4.1 folder whose config was read and whose tensors were checked."""
+
+    def __init__(
+        self,
+        model_dir: Path,
+        *,
+        numerics: Numerics,
+        block_tokens: int | None,
+        device: torch.device,
+        progress: Progress,
+    ) -> None:
+        """Raises ModelNotSupported, BadWeights, or ValueError for a setting that cannot be."""
+        self._config = config = read_v41_config(model_dir)
+        if block_tokens not in {None, config.block_tokens}:
+            raise ValueError(f"block_tokens {block_tokens}: this model's blocks have {config.block_tokens} tokens")
+        self._numerics, self._device = numerics, device
+        self._compressed_ids = read_compressed_ids(model_dir, config.engram)
+        self.layout = v41_layout(config, numerics)
+        self.window: WindowSpec | None = window_spec(config, self.layout)
+        self._checkpoint = Checkpoint(model_dir, config, progress)
+
+    def weights_digest(self) -> bytes:
+        """The tokenizer counts as a weight: n-gram rows are found by how its tokens read."""
+        ids = hashlib.sha256(self._compressed_ids.numpy().tobytes()).digest()
+        return hashlib.sha256(b"fathom.v41.weights.1" + self._checkpoint.digest() + ids).digest()
+
+    def build(self, *, num_blocks: int, num_windows: int) -> DeepseekV41:
+        """Fall back to the plain kernel where the packed one is not invariant."""
+        kernel = choose("fp32", self._device)
+        try:
+            weights = self._read(kernel)
+        except NotInvariant:
+            if plain(kernel).name == kernel.name:
+                raise
+            weights = self._read(plain(kernel))
+        return DeepseekV41(weights, self.layout, num_blocks=num_blocks, num_windows=num_windows)
+
+    def _read(self, kernel: Kernel) -> V41Weights:
+        return V41Weights(self._config, self._checkpoint, self._compressed_ids, self._numerics, kernel, self._device)
+
+
+def numerics_of(dtype: Dtype) -> Numerics:
+    """ModelNotSupported for a setting this model has no numerics for."""
+    if dtype not in NUMERICS:
+        raise ModelNotSupported(f"dtype {dtype!r}: V4.1's weights are fp8 and fp4 already; use bf16 or fp32")
+    return NUMERICS[dtype]

@@ -1,0 +1,149 @@
+"""Bounded replay gives what the reference gives, `mask` is the oracle of `compact`, and shared blocks stay as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.batch import Replay
+from kernels.models.model import BadBatch
+from kernels.tests.golden_files import golden
+from kernels.tests.v41_rig import IDS, all_logits, blocks_of, caches, model_of, prefill, row_of, run, start
+
+BLOCK = 16
+KEEP = 22
+
+
+def rel(got: Tensor, expected: Tensor) -> float:
+    return float((got - expected).norm() / expected.norm())
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
+    """Caches made in inference mode are written in it only."""
+    with torch.inference_mode():
+        yield
+
+
+@pytest.mark.parametrize(("numerics", "most"), [("exact", 1e-4), ("quant", 0.25)])
+@pytest.mark.parametrize(
+    ("name", "keep"),
+    [("n48", 22), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("n48", 30), ("n72", 22), ("n72", 30)))],
+)
+def test_decoder_replay_equals_the_reference_and_its_mask(numerics, most, name, keep) -> None:
+    """The kept rows' logits, and every byte of blocks and window: compact == mask == compact in odd chunks."""
+    ids = golden(f"replay.{name}.ids").tolist()
+    size = len(ids)
+    mask, compact = Replay(keep_from=size - keep), Replay(keep_from=size - keep, compact=True)
+    start(numerics)
+    masked = all_logits(numerics, row_of(ids, 0, size, replay=mask))[-keep:]
+    kept = caches(numerics, size)
+    start(numerics)
+    expected = golden(f"replay.{numerics}.{name}.keep{keep}")
+    compacted = all_logits(numerics, row_of(ids, 0, size, replay=compact))
+
+    assert rel(compacted, expected) < most
+    assert torch.equal(masked, compacted)
+    assert kept == caches(numerics, size)
+    assert torch.equal(compacted[-1], prefill(numerics, ids, (7, 20, size - 25, size - 11), replay=compact))
+    assert kept == caches(numerics, size)
+
+
+@pytest.mark.parametrize(("numerics", "most"), [("exact", 1e-4), ("quant", 0.25)])
+def test_hits_equal_the_reference(numerics, most) -> None:
+    """90 tokens of which 80 were found: with a window state, without one, and rewriting or keeping the block before."""
+    ids = golden("replay.n90.ids").tolist()
+    size, model = len(ids), model_of(numerics)
+    keep_from = size - KEEP
+    start(numerics)
+    run(numerics, row_of(ids, 0, 64, replay=Replay(keep_from=keep_from, compact=True)))
+    state = model.read_window(1, encoder_only=True)
+    blocks = [model.read_block(block) for block in blocks_of(1)[:4]]
+    cold = all_logits(numerics, row_of(ids, 64, size, replay=Replay(keep_from=keep_from, compact=True)))
+    assert rel(cold[-KEEP:], golden(f"hit.{numerics}.cold")) < most
+
+    def warm(position: int, *, window: bytes = b"", **found: int) -> Tensor:
+        start(numerics)
+        for block, payload in zip(blocks_of(1), blocks, strict=False):
+            model.write_block(block, payload)
+        if window:
+            model.write_window(1, window)
+        return all_logits(
+            numerics, row_of(ids, position, size, replay=Replay(keep_from=keep_from, compact=True, **found))
+        )
+
+    assert torch.equal(cold, warm(64, window=state, write_from=64))
+    kept = warm(48, window_from=48, write_from=64)
+    assert rel(kept[-KEEP:], golden(f"hit.{numerics}.nowindow_keep_cached")) < most
+    assert blocks == [model.read_block(block) for block in blocks_of(1)[:4]]
+    rewritten = warm(48, window_from=48)
+    assert rel(rewritten[-KEEP:], golden(f"hit.{numerics}.nowindow")) < most
+    assert blocks != [model.read_block(block) for block in blocks_of(1)[:4]]
+
+
+@pytest.mark.parametrize("numerics", ["kvq", pytest.param("quant", marks=pytest.mark.slow)])
+def test_an_exact_hit_gives_the_bits_of_a_cold_run(numerics) -> None:
+    """Replay off: from a whole state, or from layers x (window - 1) tokens before the hit with an empty window."""
+    model = model_of(numerics)
+    ids, hit, size = IDS[:230], 208, 230
+    expected = prefill(numerics, ids, (hit,))
+    kept = caches(numerics, size)
+    start(numerics, 2)
+    for here, there in zip(blocks_of(1)[: hit // BLOCK], blocks_of(2), strict=False):
+        model.write_block(there, model.read_block(here))
+    begin = hit - model.spec.exact_tokens
+    replay = Replay(window_from=begin, write_from=hit)
+
+    run(numerics, row_of(ids, begin, begin + 33, sequence=2, replay=replay))
+    logits = run(numerics, row_of(ids, begin + 33, size, sequence=2, replay=replay))[0]
+
+    assert torch.equal(expected, logits)
+    assert kept == caches(numerics, size, 2)
+
+
+def test_a_whole_state_continues_elsewhere_with_the_same_bits() -> None:
+    """What a handoff relies on: blocks and one window state are all that a sequence is."""
+    model = model_of("kvq")
+    expected = prefill("kvq", IDS[:70], (49,))
+    prefill("kvq", IDS[:49])
+    state = model.read_window(1, encoder_only=False)
+    assert model.spec.state_bytes == len(state)
+    assert state[: model.spec.encoder_bytes] == model.read_window(1, encoder_only=True)
+    start("kvq", 2)
+    for here, there in zip(blocks_of(1)[:4], blocks_of(2), strict=False):
+        model.write_block(there, memoryview(model.read_block(here)))
+    model.write_window(2, memoryview(state))
+
+    assert torch.equal(expected, run("kvq", row_of(IDS, 49, 70, sequence=2))[0])
+
+
+@pytest.mark.parametrize(
+    ("rule", "position", "replay"),
+    [
+        ("empty window", 16, Replay()),
+        ("empty window", 16, Replay(window_from=8)),
+        ("window_from", 16, Replay(window_from=17)),
+        ("write_from", 0, Replay(write_from=8)),
+    ],
+)
+def test_a_row_that_would_read_what_is_not_there_is_refused(rule, position, replay) -> None:
+    """By a name the caller can act on, and with nothing changed."""
+    start("kvq")
+    before = caches("kvq", 32)
+    with pytest.raises(BadBatch, match=rule):
+        run("kvq", row_of(IDS, position, 32, replay=replay))
+    assert before == caches("kvq", 32)
+
+
+def test_an_encoder_state_needs_decoder_replay_at_a_blocks_end() -> None:
+    """Its decoder part is empty, so a row may start there only where decoder layers look at nothing before it."""
+    prefill("kvq", IDS[:32])
+    model = model_of("kvq")
+    state = model.read_window(1, encoder_only=True)
+    model.write_window(1, state)
+    with pytest.raises(BadBatch, match="encoder state"):
+        run("kvq", row_of(IDS, 32, 40))
+    run("kvq", row_of(IDS, 32, 60, replay=Replay(keep_from=38, compact=True)))
