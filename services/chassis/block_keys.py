@@ -2,10 +2,13 @@
 
 import hashlib
 import hmac
+import struct
 import sys
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
+
+from proto.common_pb2 import ImageRef
 
 KEY_BYTES = 32
 NO_EXTRA: Mapping[int, bytes] = MappingProxyType({})
@@ -26,7 +29,7 @@ def block_keys(
     """Return the 32-byte keys of the full blocks of `token_ids`; a last partial block has no key.
 
     root: 32 bytes from `key_root`.  token_ids: each below 2**32.  extra: block index -> bytes that also identify
-    the block (image hashes).  Raises OverflowError for an id that is no u32.
+    the block (`image_extras`).  Raises OverflowError for an id that is no u32.
     """
     keys = []
     parent = root
@@ -36,6 +39,26 @@ def block_keys(
         parent = _next_key(parent, packed[start : start + width], extra.get(index, b""))
         keys.append(parent)
     return tuple(keys)
+
+
+def image_extras(images: Iterable[ImageRef], *, block_tokens: int) -> dict[int, bytes]:
+    """Return what tells blocks with parts of images apart: block index -> bytes, for `extra` of the functions here.
+
+    Token ids at an image's positions are the same for every image, so a block's key also takes, of each image that
+    overlaps it and in prompt order: content hash, vision fingerprint, and where the image begins relative to the block
+    (u32 little-endian, two's complement). So equal keys need the same pixels at the same place, from the same tower.
+
+    images: in prompt order, with content_hash, vision_fingerprint, position and num_tokens set and checked: an image of
+    n tokens touches n / block_tokens blocks.
+    """
+    extras: dict[int, bytes] = {}
+    for image in images:
+        name = image.content_hash + image.vision_fingerprint
+        first, last = image.position // block_tokens, (image.position + image.num_tokens - 1) // block_tokens
+        for index in range(first, last + 1):
+            place = struct.pack("<i", image.position - index * block_tokens)
+            extras[index] = extras.get(index, b"") + name + place
+    return extras
 
 
 class KeyChain:

@@ -11,9 +11,12 @@ import hashlib
 from proto.common_pb2 import ModelCard, Request
 from services.chassis.block_keys import key_root
 from services.chassis.errors import BadImage, InvalidRequest, Overloaded, PromptTooLong
+from services.chassis.images import MAX_ENCODED_BYTES
 
 DEFAULT_SECONDS = 600.0
 """Deadline of a request that brings none."""
+
+HASH_BYTES = 32
 
 RETRY_SECONDS = 1.0
 """When a refused caller may try again: with hundreds of requests in flight, some end every second."""
@@ -41,16 +44,34 @@ def check(request: Request, card: ModelCard) -> None:
         raise InvalidRequest("max_tokens must be at least 1", field="max_tokens")
     if request.HasField("grammar"):
         raise InvalidRequest("structured output is not supported", field="response_format")
-    if request.images:
-        # Whatever the card says: flow.py has no step yet that would turn them into embeddings.
-        raise BadImage("this model takes no images", field="messages")
-    _check_token_ids(request, card.vocab_tokens)
+    if request.images and not card.takes_images:
+        raise BadImage(f"model {card.name!r} takes no images: send text only", field="messages")
+    text = _text_around_images(request, card.vocab_tokens)
+    _check_token_ids(request, text, card.vocab_tokens)
 
 
-def _check_token_ids(request: Request, vocab_tokens: int) -> None:
+def _text_around_images(request: Request, vocab_tokens: int) -> list[int]:
+    """Return the prompt's tokens outside its images. Raises BadImage for an image that is not what its place says."""
+    prompt = list(request.prompt_token_ids)
+    text: list[int] = []
+    end = 0
+    for image in request.images:
+        before, start, end = end, image.position, image.position + image.num_tokens
+        if not before <= start < end <= len(prompt):
+            raise BadImage(f"an image at tokens {start} to {end} is not in the prompt, or in another", field="messages")
+        # The first place of an image has an id of its own, so that two neighbours are still two.
+        if prompt[start] != vocab_tokens + 2 or prompt[start + 1 : end].count(vocab_tokens + 1) != end - start - 1:
+            raise BadImage(f"tokens {start} to {end} are not those of an image", field="messages")
+        if len(image.content_hash) != HASH_BYTES or not 0 < len(image.data) <= MAX_ENCODED_BYTES:
+            raise BadImage(f"an image comes with its SHA-256 and at most {MAX_ENCODED_BYTES} bytes", field="messages")
+        text += prompt[before:start]
+    return text + prompt[end:]
+
+
+def _check_token_ids(request: Request, text: list[int], vocab_tokens: int) -> None:
     stops = request.stop.stop_token_ids
     biased = [bias.token_id for bias in request.sampling.logit_bias]
-    for field, token_ids in (("prompt", request.prompt_token_ids), ("stop", stops), ("logit_bias", biased)):
+    for field, token_ids in (("prompt", text), ("stop", stops), ("logit_bias", biased)):
         largest = max(token_ids, default=0)
         if largest >= vocab_tokens:
             raise InvalidRequest(f"token id {largest} is outside the vocabulary of {vocab_tokens}", field=field)
@@ -63,6 +84,9 @@ def admitted(request: Request, card: ModelCard, *, cluster_key: bytes, now: floa
     """
     full = Request()
     full.CopyFrom(request)
+    for image in full.images:  # ours to fill in
+        image.ClearField("vision_address")
+        image.ClearField("vision_fingerprint")
     full.deadline_unix_seconds = request.deadline_unix_seconds or now + DEFAULT_SECONDS
     full.fingerprint = card.fingerprint
     full.key_root = key_root(cluster_key, card.fingerprint, tenant_salt(request.tenant))

@@ -25,7 +25,7 @@ class EntrypointSettings(ServiceSettings):
     """host:port of the KV store. Empty, or away: every prompt counts as not stored."""
 
     vision_address: str = ""
-    """host:port of the image encoder. No model served so far takes images, so nothing dials it."""
+    """host:port of the image encoder. Empty: images are refused for now, even for a model that takes them."""
 
     cluster_key: SecretStr
     """32 bytes in hex, the same on every entrypoint: who has it can name stored blocks. It never leaves here."""

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 from proto.kvstore_pb2 import LookupRequest
 from services.chassis import names
-from services.chassis.block_keys import block_keys
+from services.chassis.block_keys import block_keys, image_extras
 from services.chassis.errors import BlocksLost, FathomError, InternalError, NoReplica, Overloaded
 from services.chassis.telemetry import SpanKind, log, span
 from services.entrypoint.bookings import Booking, book_decode, book_prefill
+from services.entrypoint.images import encode_images
 from services.entrypoint.legs import DecodeLeg, PrefillLeg
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ async def generate(request: Request, card: ModelCard, peers: Peers, answer: Answ
     gives every booking back.
     """
     async with AsyncExitStack() as held:
+        request = await encode_images(request, peers)  # before the lookup: they are part of the block keys
         hit_tokens = await look_up_hit(request, card, peers)
         prefill, opening = await begin_prefill(request, hit_tokens, peers, held)
         if opening.HasField("first_token"):  # a one-token answer: there is nothing to hand over
@@ -69,7 +71,8 @@ async def look_up_hit(request: Request, card: ModelCard, peers: Peers) -> int:
     if peers.kvstore is None or len(tokens) < card.block_tokens:
         return 0
     with span("kvstore.lookup", kind=SpanKind.CLIENT) as hop:
-        keys = block_keys(request.key_root, tokens, block_tokens=card.block_tokens)[:MAX_LOOKUP_BLOCKS]
+        extra = image_extras(request.images, block_tokens=card.block_tokens)
+        keys = block_keys(request.key_root, tokens, block_tokens=card.block_tokens, extra=extra)[:MAX_LOOKUP_BLOCKS]
         ask = LookupRequest(block_keys=keys, fingerprint=request.fingerprint)
         try:
             reply = await peers.kvstore.Lookup(ask, timeout=LOOKUP_SECONDS)
@@ -97,6 +100,10 @@ async def begin_prefill(
         if not tried:  # the balancer itself said no
             raise
         peers.note_retry("prefill", tried[0], first)
+        if isinstance(first, BlocksLost) and request.images:
+            # Vision keeps embeddings for a while only. That was no fault of the replica's: it may be picked again.
+            request = await encode_images(request, peers)
+            tried.clear()
         try:
             return await _try_prefill(request, hit_tokens, peers, held, tried)
         except NoReplica:

@@ -142,6 +142,8 @@ class Leg(ABC, Generic[Command, Event]):
         traced = Request()
         traced.CopyFrom(self._request)
         traced.traceparent = current_traceparent()
+        for image in traced.images:  # engines fetch embeddings by hash; the bytes stay here for a second encoding
+            image.ClearField("data")
         return traced
 
     def _take(self, event: Event) -> None:

@@ -14,6 +14,7 @@ from proto.kvstore_pb2_grpc import KvstoreStub
 from proto.prefill_lb_pb2_grpc import PrefillLbStub
 from proto.prefill_pb2 import PrefillCommand, PrefillEvent, PrefillFrame
 from proto.prefill_pb2_grpc import PrefillStub
+from proto.vision_pb2_grpc import VisionStub
 from services.chassis.errors import FathomError
 from services.chassis.streams import PeerStream
 from services.chassis.telemetry import log
@@ -43,6 +44,8 @@ class Peers:
         """channel: address -> channel, cached and closed by its owner. boot_id: ours, for heartbeats."""
         store = settings.kvstore_address
         self.kvstore = KvstoreStub(channel(store)) if store else None
+        vision = settings.vision_address
+        self.vision = VisionStub(channel(vision)) if vision else None
         self.prefill_lb = PrefillLbStub(channel(settings.prefill_lb_address))
         self.decode_lb = DecodeLbStub(channel(settings.decode_lb_address))
         self.metrics = metrics

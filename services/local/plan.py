@@ -25,6 +25,7 @@ STOP_ORDER: tuple[tuple[str, ...], ...] = (
     ("nats",),
 )
 ENGINES = frozenset({"prefill", "decode"})
+COMPUTES = ENGINES | {"vision"}
 WIRED = frozenset({
     "listen", "metrics_listen", "advertise", "nats_url", "replica", "model", "path", "public_listen", "cluster_key",
     "entrypoint_address", "kvstore_address", "prefill_lb_address", "decode_lb_address", "vision_address",
@@ -127,7 +128,7 @@ def plan_suite(
                 address=addresses[name],
                 metrics_address=metrics_address,
                 settings=defaults.get(service, {}) | _for_all(options) | chosen | wiring.get(service, {}) | own,
-                extra=BRIEF_SPINS if service in ENGINES else {},
+                extra=BRIEF_SPINS if service in COMPUTES else {},
             )
         )
     return tuple(plans)
@@ -156,6 +157,8 @@ def _defaults(options: Options, machine: Machine) -> dict[str, dict[str, str]]:
     engine = {"dtype": options.dtype, "kv_bytes": pool, "threads": threads}
     return {
         "kvstore": {"max_bytes": str(options.kv_bytes)},
+        # Vision works while a prompt waits for it, so it may take as many cores as an engine.
+        "vision": {"dtype": options.dtype, "threads": threads},
         "prefill": engine,
         "decode": engine,
     }
@@ -178,6 +181,7 @@ def _wiring(options: Options, home: Home, addresses: Mapping[str, str], cluster_
             "cluster_key": cluster_key,
         },
         "kvstore": {"path": str(home.kv)},
+        "vision": {"model": model},
         "prefill": engine,
         "decode": engine,
     }

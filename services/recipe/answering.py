@@ -15,9 +15,11 @@ from starlette.types import Receive, Scope, Send
 from services.chassis import names, telemetry
 from services.chassis.errors import HTTP_CLIENT_CLOSED, NoReplica
 from services.recipe.body import parse_object, read_body
+from services.recipe.dialect import Parser, PlainParser
 from services.recipe.jobs import Job, plan_jobs
 from services.recipe.meters import Meters
 from services.recipe.model_folder import ServedModel
+from services.recipe.pictures import Prompt
 from services.recipe.refusals import ApiError, as_api_error, refuse
 from services.recipe.replies import DONE, ChatReplies, Choice, CompletionReplies, Replies, echo_text, usage
 from services.recipe.schema import AnswerRules, Sampling, read_chat, read_completion, read_model
@@ -55,11 +57,13 @@ class Front:
 
 @dataclass(frozen=True, slots=True)
 class Understood:
-    """A valid request with its prompts as ids, and the words to answer it in."""
+    """A valid request with its prompts as ids, how to read what the model says, and the words to tell it in."""
 
     sampling: Sampling
     rules: AnswerRules
-    prompts: Sequence[Sequence[int]]
+    prompts: Sequence[Prompt]
+    parser: Callable[[], Parser]
+    """Makes one for each choice."""
     replies: Replies
 
 
@@ -206,9 +210,7 @@ class _Answer:
 
     def _choice(self, job: Job, understood: Understood) -> Choice:
         has_scores = understood.sampling.num_logprobs is not None
-        return Choice(
-            job, Transcript(self._front.model.tokenizer.pieces, understood.rules.stops, has_scores=has_scores)
-        )
+        return Choice(job, Transcript(understood.parser(), understood.rules.stops, has_scores=has_scores))
 
     async def _tell_as_it_comes(self, replies: Replies) -> None:
         opened: set[int] = set()
@@ -259,11 +261,20 @@ class ChatEndpoint(Endpoint):
     async def understand(self, body: dict[str, Any], request_id: str) -> Understood:
         model = self.front.model
         check_model(read_model(body), model.name)
-        asked = read_chat(body, vocab_tokens=model.vocab_tokens)
-        prompt = await model.encoder.chat(asked.messages, context_tokens=self.front.context_tokens)
-        has_scores = asked.sampling.num_logprobs is not None
-        replies = ChatReplies(request_id, model.name, model.tokenizer, asked.rules, has_scores=has_scores)
-        return Understood(asked.sampling, asked.rules, [prompt], replies)
+        asked = read_chat(body, model.rules)
+        prompt = await model.encoder.chat(asked.conversation, context_tokens=self.front.context_tokens)
+        replies = ChatReplies(
+            request_id,
+            model.name,
+            model.tokenizer,
+            asked.rules,
+            has_scores=asked.sampling.num_logprobs is not None,
+            reasons=model.dialect.reasons,
+            thinks=asked.conversation.effort != "none",
+        )
+        return Understood(
+            asked.sampling, asked.rules, [prompt], lambda: model.dialect.parser(asked.conversation), replies
+        )
 
 
 class CompletionEndpoint(Endpoint):
@@ -275,7 +286,7 @@ class CompletionEndpoint(Endpoint):
     async def understand(self, body: dict[str, Any], request_id: str) -> Understood:
         model = self.front.model
         check_model(read_model(body), model.name)
-        asked = read_completion(body, vocab_tokens=model.vocab_tokens)
+        asked = read_completion(body, vocab_tokens=model.rules.vocab_tokens)
         prompts = await model.encoder.texts(asked.prompts, context_tokens=self.front.context_tokens)
         replies = CompletionReplies(
             request_id,
@@ -285,7 +296,8 @@ class CompletionEndpoint(Endpoint):
             has_scores=asked.sampling.num_logprobs is not None,
             echoes=[echo_text(prompt, model.tokenizer) for prompt in asked.prompts] if asked.echo else (),
         )
-        return Understood(asked.sampling, asked.rules, prompts, replies)
+        pieces = model.tokenizer.pieces
+        return Understood(asked.sampling, asked.rules, [*map(Prompt, prompts)], lambda: PlainParser(pieces), replies)
 
 
 def check_model(asked: str, served: str) -> None:

@@ -22,3 +22,7 @@ class Detokenizer:
         num_pieces = len(pieces)
         # A model's logits may be wider than its vocabulary; such ids have no text.
         return self._decoder.decode(b"".join([pieces[i] for i in token_ids if i < num_pieces]))
+
+    def flush(self) -> str:
+        """Return U+FFFD for the beginning of a character that nothing will complete: markup came instead."""
+        return self._decoder.decode(b"", final=True)

@@ -14,7 +14,7 @@ What a template cannot do any more is find control spellings in a message. That 
 Messages without such spellings, nearly all, are rendered exactly as they are.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from services.recipe.refusals import refuse
@@ -65,7 +65,9 @@ class Disguise:
             for key, at in places.items()
             for i in at
         }
-        stand_ins = dict(zip(sorted(hidden), self._free_characters(messages), strict=False))
+        texts = [value for message in messages for value in message.values() if isinstance(value, str)]
+        free = free_characters((*self._spellings, *self._literals, *texts))
+        stand_ins = dict(zip(sorted(hidden), free, strict=False))
         if len(stand_ins) < len(hidden):
             raise refuse("messages", "all private-use characters of Unicode are taken; none is left to mark spellings")
         covered = tuple(
@@ -104,14 +106,12 @@ class Disguise:
     def _ends_in_beginning(self, literal: str) -> bool:
         return any(literal.endswith(beginning) for beginning in self._beginnings)
 
-    def _free_characters(self, messages: Sequence[Message]) -> Iterator[str]:
-        taken = set().union(
-            *self._spellings,
-            *self._literals,
-            *(value for message in messages for value in message.values() if isinstance(value, str)),
-        )
-        for first, last in _PRIVATE_USE:
-            yield from (chr(i) for i in range(first, last + 1) if chr(i) not in taken)
+
+def free_characters(texts: Iterable[str]) -> Iterator[str]:
+    """Yield the private-use characters that occur in none of the texts."""
+    taken: set[str] = set().union(*texts)
+    for first, last in _PRIVATE_USE:
+        yield from (chr(i) for i in range(first, last + 1) if chr(i) not in taken)
 
 
 def _replace(value: object, at: Sequence[int], stand_ins: Mapping[str, str]) -> object:

@@ -1,13 +1,17 @@
-"""How do messages and prompts become token ids, without a user's text ever becoming a control token?"""
+"""How do conversations and prompts become token ids without holding up the streams?"""
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from services.chassis.errors import Overloaded
-from services.recipe.disguise import Disguise
-from services.recipe.refusals import refuse, too_long
-from services.recipe.template import ChatTemplate
+from services.chassis.images import ImageRules
+from services.recipe.conversation import Conversation
+from services.recipe.dialect import Dialect
+from services.recipe.pictures import Prompt, place
+from services.recipe.refusals import refuse
+from services.recipe.token_floor import refuse_hopeless
 from services.recipe.tokenizer import LONG_CHARACTERS, PromptTokenizer
 
 MAX_LONG = 2
@@ -15,63 +19,63 @@ MAX_LONG = 2
 SLOT_SECONDS = 10.0
 """Longest wait for one of those places."""
 
+Result = TypeVar("Result")
+
 
 class Encoder:
     """Chat and plain prompts to ids, for one model.
 
     Texts of LONG_CHARACTERS and more are encoded off the event loop, where 4 KB cost every stream milliseconds; a
     caller that finds no place for that within slot_seconds gets Overloaded. What cannot fit context_tokens (None: any
-    length) is refused with a 400 before it is encoded.
+    length) is refused with a 400 before it is encoded. image_rules: None when the model takes no images.
     """
 
     def __init__(
-        self, tokenizer: PromptTokenizer, template: ChatTemplate | None, *, slot_seconds: float = SLOT_SECONDS
+        self,
+        tokenizer: PromptTokenizer,
+        dialect: Dialect,
+        *,
+        vocab_tokens: int = 0,
+        image_rules: ImageRules | None = None,
+        slot_seconds: float = SLOT_SECONDS,
     ) -> None:
         self._tokenizer = tokenizer
-        self._template = template
-        self._disguise = Disguise(tokenizer.spellings, template.literals if template else ())
+        self._dialect = dialect
+        self._vocab_tokens = vocab_tokens
+        self._image_rules = image_rules
         self._threads = ThreadPoolExecutor(MAX_LONG, thread_name_prefix="encode")
         self._slots = asyncio.Semaphore(MAX_LONG)
         self._slot_seconds = slot_seconds
 
-    async def chat(self, messages: Sequence[Mapping[str, object]], *, context_tokens: int | None = None) -> list[int]:
-        """Return the ids of a conversation, up to where the answer begins."""
-        size = sum(len(value) for message in messages for value in message.values() if isinstance(value, str))
-        return await self._run(size, lambda: self.chat_ids(messages, context_tokens=context_tokens))
+    async def chat(self, conversation: Conversation, *, context_tokens: int | None = None) -> Prompt:
+        """Return a conversation's prompt, up to where the answer begins."""
+        size = sum(turn.num_characters for turn in conversation.turns)
+        size += sum(tool.num_characters for tool in conversation.tools)
+        return await self._run(size, lambda: self.chat_prompt(conversation, context_tokens=context_tokens))
 
     async def texts(self, prompts: Sequence[str | list[int]], *, context_tokens: int | None = None) -> list[list[int]]:
         """Return the ids of bare prompts, in which control spellings are plain text; ids stay as they are."""
         written = [prompt for prompt in prompts if isinstance(prompt, str)]
         for prompt in written:
-            self._check_length("prompt", prompt, context_tokens)
+            refuse_hopeless(self._tokenizer.floor, "prompt", [prompt], context_tokens)
         size = sum(map(len, written))  # many short ones keep the loop as busy as a long one
         return [await self._text(size, prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
 
-    def chat_ids(self, messages: Sequence[Mapping[str, object]], *, context_tokens: int | None = None) -> list[int]:
-        """Return the ids of a conversation; blocks for as long as that takes."""
-        if self._template is None:
-            raise refuse("", "this model has no chat template; use /v1/completions", code="chat_template_missing")
-        disguised = self._disguise.cover(messages)
-        # Not the messages but what the template makes of them: it may trim them, or leave some out.
-        rendered = self._template.render(disguised.messages)
-        self._check_length("messages", rendered, context_tokens, disguised.originals)
-        return self._tokenizer.marked_ids(rendered, disguised.originals)
+    def chat_prompt(self, conversation: Conversation, *, context_tokens: int | None = None) -> Prompt:
+        """Return a conversation's prompt; blocks for as long as that takes."""
+        if self._dialect.renderer is None:
+            raise refuse("", f"{self._dialect.no_chat}; use /v1/completions", code="chat_template_missing")
+        ids = self._dialect.renderer.render(conversation, context_tokens=context_tokens)
+        return place(ids, conversation.pictures, self._image_rules, self._vocab_tokens)
 
     def close(self) -> None:
         """Let the threads end."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _check_length(self, field: str, text: str, context_tokens: int | None, stand_ins: Iterable[int] = ()) -> None:
-        if context_tokens is None:
-            return
-        fewest = self._tokenizer.floor.at_least(text, stand_ins)
-        if fewest >= context_tokens:
-            raise too_long(field, context_tokens, f"at least {fewest}", "at least 1")
-
     async def _text(self, num_characters: int, prompt: str) -> list[int]:
         return await self._run(num_characters, lambda: self._tokenizer.plain_ids(prompt, is_whole_prompt=True))
 
-    async def _run(self, num_characters: int, work: Callable[[], list[int]]) -> list[int]:
+    async def _run(self, num_characters: int, work: Callable[[], Result]) -> Result:
         if num_characters < LONG_CHARACTERS:
             return work()
         try:
@@ -82,7 +86,7 @@ class Encoder:
         # Shielded: a thread cannot be stopped, so when its caller goes, its place must stay taken until it ends.
         return await asyncio.shield(asyncio.create_task(self._in_thread(work), name="encode"))
 
-    async def _in_thread(self, work: Callable[[], list[int]]) -> list[int]:
+    async def _in_thread(self, work: Callable[[], Result]) -> Result:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, work)
         finally:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from proto.common_pb2 import LogitBias, Request, SamplingParams, StopRules
 from services.recipe.model_folder import ServedModel
+from services.recipe.pictures import Prompt
 from services.recipe.refusals import refuse, too_long
 from services.recipe.schema import AnswerRules, Sampling
 from services.recipe.seeds import choice_seed
@@ -28,7 +29,7 @@ class Job:
 def plan_jobs(
     request_id: str,
     model: ServedModel,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Prompt],
     sampling: Sampling,
     rules: AnswerRules,
     *,
@@ -44,20 +45,21 @@ def plan_jobs(
     deadline = time.time() + ANSWER_SECONDS
     is_single = len(prompts) * rules.num_choices == 1
     jobs = []
-    for at, prompt_ids in enumerate(prompts):
-        max_tokens = _answer_tokens(len(prompt_ids), rules.max_tokens, context_tokens, prompt_field)
+    for at, prompt in enumerate(prompts):
+        max_tokens = _answer_tokens(len(prompt.ids), rules.max_tokens, context_tokens, prompt_field)
         for k in range(rules.num_choices):
             choice = at * rules.num_choices + k
             request = Request(
                 request_id=request_id if is_single else f"{request_id}-{choice}",
                 model=model.name,
-                prompt_token_ids=prompt_ids,
+                prompt_token_ids=prompt.ids,
                 sampling=_sampling_params(sampling, choice_seed(seed, k)),
                 stop=_stop_rules(rules, max_tokens, model),
                 deadline_unix_seconds=deadline,
                 traceparent=traceparent,
+                images=prompt.images,
             )
-            jobs.append(Job(choice, at, prompt_ids, request))
+            jobs.append(Job(choice, at, prompt.ids, request))
     return tuple(jobs)
 
 

@@ -1,84 +1,104 @@
-"""Which conversations do we take, and what does the template see of them?"""
+"""Which conversations do we take?"""
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast, get_args
 
+from services.recipe.conversation import Picture, Role, ToolCall, Turn
 from services.recipe.fields import Fields
+from services.recipe.pictures import check_size, read_url
 from services.recipe.refusals import ApiError, refuse
+from services.recipe.tools import check_results, read_calls
 
 MAX_MESSAGES = 4096
-ROLES = ("system", "developer", "user", "assistant", "tool")
-_IMAGES = frozenset({"image_url", "image", "input_image"})
+ROLES = get_args(Role)
+_IMAGES = ("image_url", "image", "input_image")
+_DETAILS = (None, "auto", "high")
 
 
-def read_messages(given: Any) -> tuple[dict[str, object], ...]:
-    """Return messages of role, content and, where given, name and reasoning_content; raise a 400 naming the message.
+def read_messages(given: Any, *, takes_tools: bool = False, takes_images: bool = False) -> tuple[Turn, ...]:
+    """Return the turns of a conversation; raise a 400 naming the message at fault.
 
-    `developer` is OpenAI's newer word for `system`. A leading run with one in it becomes a single system message, since
-    many templates take only one.
+    takes_tools, takes_images: whether the model can be shown tool calls and images; otherwise they are refused.
     """
     if not isinstance(given, list) or not given:
         raise refuse("messages", "must be a list of at least one message")
     if len(given) > MAX_MESSAGES:
         raise refuse("messages", f"must be at most {MAX_MESSAGES} messages")
-    read = [_message(message, f"messages[{i}]") for i, message in enumerate(given)]
-    return tuple(_merge_developer(read))
+    turns = tuple(
+        _message(message, f"messages[{i}]", takes_tools=takes_tools, takes_images=takes_images)
+        for i, message in enumerate(given)
+    )
+    check_results(turns)
+    check_size([part for turn in turns for part in turn.parts if isinstance(part, Picture)])
+    return turns
 
 
-def _message(given: Any, where: str) -> dict[str, object]:
+def _message(given: Any, where: str, *, takes_tools: bool, takes_images: bool) -> Turn:
     if not isinstance(given, dict):
         raise refuse(where, "must be an object with role and content")
     fields = Fields(given, where)
     role = fields.take("role")
     if role not in ROLES:
         raise fields.wrong("role", f"must be one of {', '.join(ROLES)}")
-    if role == "tool" or fields.take("tool_calls"):
+    role = cast("Role", role)
+    called = fields.take("tool_calls")
+    if (role == "tool" or called) and not takes_tools:
         raise _no_tools(where)
-    message: dict[str, object] = {"role": role, "content": _content(fields.take("content"), fields)}
-    if (name := fields.text("name")) is not None:
-        message["name"] = name
+    if called and role != "assistant":
+        raise fields.wrong("tool_calls", "are for assistant messages")
+    calls = read_calls(called, fields.name("tool_calls")) if called else ()
+    parts = _content(fields, takes_images=takes_images and role == "user", calls=calls)
+    name, reasoning, call_id = fields.text("name"), None, ""
+    if role == "tool":
+        call_id = fields.text("tool_call_id") or ""
     if role == "assistant":
-        if (reasoning := fields.text("reasoning_content")) is not None:
-            message["reasoning_content"] = reasoning
-        fields.refuse_all_but({"refusal": ("",), "audio": (), "function_call": ()}, "is not served by this version")
+        reasoning = fields.text("reasoning_content")
+        neutral: dict[str, tuple[Any, ...]] = {"refusal": ("",), "audio": (), "function_call": (), "annotations": ([],)}
+        fields.refuse_all_but(neutral, "is not served by this version")
     fields.finish()
-    return message
+    return Turn(role, parts, name, reasoning, calls, call_id)
 
 
 def _no_tools(where: str) -> ApiError:
     return refuse(where, "tool calls and their results are not served by this version")
 
 
-def _content(given: Any, fields: Fields) -> str:
+def _content(fields: Fields, *, takes_images: bool, calls: tuple[ToolCall, ...]) -> tuple[str | Picture, ...]:
+    given = fields.take("content")
     if isinstance(given, str):
-        return given
+        return (given,)
+    if given is None and calls:
+        return ()
     if not isinstance(given, list) or not given:
         raise fields.wrong("content", "must be a string or a list of text parts")
-    return "".join(_part(part, fields.name(f"content[{i}]")) for i, part in enumerate(given))
+    return tuple(_part(part, fields.name(f"content[{i}]"), takes_images=takes_images) for i, part in enumerate(given))
 
 
-def _part(given: Any, where: str) -> str:
+def _part(given: Any, where: str, *, takes_images: bool) -> str | Picture:
     if not isinstance(given, dict):
         raise refuse(where, "must be an object with type and text")
     kind = given.get("type")
-    if kind in _IMAGES:
-        raise refuse(where, "this model takes no images")
-    if kind != "text":
-        raise refuse(f"{where}.type", 'must be "text"')
+    if kind in _IMAGES and not takes_images:
+        raise refuse(where, "this model takes no images here")
+    if kind not in ("text", "image_url"):
+        raise refuse(f"{where}.type", 'must be "text" or "image_url"' if takes_images else 'must be "text"')
     part = Fields(given, where)
     part.accept(("type",))
-    text = part.text("text")
-    if text is None:
+    read = _picture(part) if kind == "image_url" else part.text("text")
+    if read is None:
         raise part.wrong("text", "must be a string")
     part.finish()
-    return text
+    return read
 
 
-def _merge_developer(messages: Sequence[dict[str, object]]) -> list[dict[str, object]]:
-    leading = 0
-    while leading < len(messages) and messages[leading]["role"] in {"system", "developer"}:
-        leading += 1
-    head, tail = list(messages[:leading]), list(messages[leading:])
-    if len(head) > 1 and any(message["role"] == "developer" for message in head):
-        head = [head[0] | {"content": "\n\n".join(str(message["content"]) for message in head)}]
-    return [message | {"role": "system"} if message["role"] == "developer" else message for message in head + tail]
+def _picture(part: Fields) -> Picture:
+    given = part.take("image_url")
+    if not isinstance(given, dict):
+        raise part.wrong("image_url", "must be an object with url")
+    image = Fields(given, part.name("image_url"))
+    url = image.text("url")
+    if url is None:
+        raise image.wrong("url", "must be a data: URL")
+    if image.take("detail") not in _DETAILS:
+        raise image.wrong("detail", 'must be "auto" or "high"; images are always seen in full')
+    image.finish()
+    return read_url(url, image.name("url"))

@@ -7,21 +7,25 @@ from typing import Any
 
 import orjson
 
+from services.chassis.images import read_rules
+from services.recipe.dialect import Dialect
 from services.recipe.encode import Encoder
+from services.recipe.families import choose_dialect
 from services.recipe.refusals import ModelFolderError
-from services.recipe.template import load_template
+from services.recipe.schema import ModelRules
 from services.recipe.tokenizer import PromptTokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model's text side. context_tokens: longest prompt plus answer; vocab_tokens: width of its logits."""
+    """A model's text side. context_tokens: longest prompt plus answer."""
 
     name: str
     tokenizer: PromptTokenizer
+    dialect: Dialect
     encoder: Encoder
+    rules: ModelRules
     context_tokens: int
-    vocab_tokens: int
     eos_token_ids: tuple[int, ...]
 
 
@@ -31,19 +35,31 @@ def load_model(folder: Path, name: str = "") -> ServedModel:
     name: what callers ask for; empty takes "name" of the folder's fathom.json, else the folder's own name.
     """
     config = _read(folder / "config.json", is_required=True)
-    tokenizer_config = _read(folder / "tokenizer_config.json")
+    served = _read(folder / "fathom.json")
     tokenizer = PromptTokenizer.load(folder)
     text_config = config.get("text_config") or config
     context_tokens = text_config.get("max_position_embeddings")
     if not isinstance(context_tokens, int):
         raise ModelFolderError(f"{folder / 'config.json'} has no max_position_embeddings")
+    try:
+        image_rules = read_rules(config)
+    except ValueError as exc:
+        raise ModelFolderError(f"{folder / 'config.json'}: {exc}") from exc
+    dialect = choose_dialect(folder, config, served.get("renderer"), _read(folder / "tokenizer_config.json"), tokenizer)
+    vocab_tokens = int(text_config.get("vocab_size") or tokenizer.num_tokens)
     return ServedModel(
-        name=name or str(_read(folder / "fathom.json").get("name") or folder.resolve().name),
+        name=name or str(served.get("name") or folder.resolve().name),
         tokenizer=tokenizer,
-        encoder=Encoder(tokenizer, load_template(folder, tokenizer_config)),
+        dialect=dialect,
+        encoder=Encoder(tokenizer, dialect, vocab_tokens=vocab_tokens, image_rules=image_rules),
+        rules=ModelRules(
+            vocab_tokens,
+            takes_tools=dialect.takes_tools,
+            takes_images=dialect.takes_images and image_rules is not None,
+            default_effort=dialect.default_effort,
+        ),
         context_tokens=context_tokens,
-        vocab_tokens=int(text_config.get("vocab_size") or tokenizer.num_tokens),
-        eos_token_ids=_eos_ids(_read(folder / "generation_config.json"), text_config),
+        eos_token_ids=_eos_ids(_read(folder / "generation_config.json"), config, text_config),
     )
 
 

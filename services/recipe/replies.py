@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import orjson
 
 from services.recipe.detokenize import Detokenizer
+from services.recipe.dialect import CallArguments, CallBegun
 from services.recipe.jobs import Job
 from services.recipe.schema import AnswerRules
 from services.recipe.tokenizer import PromptTokenizer
@@ -56,27 +57,30 @@ class Replies:
         """Return the frames that show a piece, the finishing one included."""
         raise NotImplementedError
 
-    def _choice(self, choice: Choice, text: str, scores: Sequence[Score]) -> dict[str, Any]:
+    def _choice(self, choice: Choice, said: Piece) -> dict[str, Any]:
         raise NotImplementedError
 
     def usage_chunk(self, choices: Sequence[Choice]) -> bytes:
         """Return the last frame of a stream that asked for usage."""
-        return _frame({**self._chunk_head, "choices": [], "usage": usage(choices)})
+        return _frame({**self._chunk_head, "choices": [], "usage": self.usage(choices)})
 
     def whole(self, choices: Sequence[Choice]) -> bytes:
         """Return the body of an answer that is not streamed."""
         told = []
         for choice in choices:
-            text = "".join(piece.text for piece in choice.pieces)
-            scores = [score for piece in choice.pieces for score in piece.scores]
-            body = self._choice(choice, text, scores) | {"finish_reason": choice.transcript.finish_reason}
+            said = join(choice.pieces)
+            body = self._choice(choice, said) | {"finish_reason": choice.transcript.finish_reason}
             if self._has_scores and body["logprobs"] is None:
                 body["logprobs"] = self.no_logprobs
             if self._rules.returns_token_ids:
                 body["prompt_token_ids"] = list(choice.job.prompt_ids)
-                body["token_ids"] = [token_id for piece in choice.pieces for token_id in piece.token_ids]
+                body["token_ids"] = said.token_ids
             told.append(body)
-        return orjson.dumps({**self._head, "object": self.whole_object, "choices": told, "usage": usage(choices)})
+        return orjson.dumps({**self._head, "object": self.whole_object, "choices": told, "usage": self.usage(choices)})
+
+    def usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """Return the usage object of the answer."""
+        return usage(choices)
 
     def _frame(self, choice: dict[str, Any]) -> bytes:
         chunk: dict[str, Any] = {**self._chunk_head, "choices": [choice]}
@@ -99,19 +103,36 @@ class ChatReplies(Replies):
     chunk_object: ClassVar[str] = "chat.completion.chunk"
     no_logprobs: ClassVar[dict[str, Any]] = {"content": [], "refusal": None}
 
+    def __init__(self, *args: Any, reasons: bool = False, thinks: bool = False, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._reasons = reasons
+        self._thinks = thinks
+
     def opening(self, job: Job) -> bytes:
         return self._delta(job, {"role": "assistant", "content": "", "refusal": None}, None, self._prompt_ids(job))
 
     def chunk(self, job: Job, piece: Piece) -> bytes:
-        logprobs = self._logprobs(piece.scores)
-        extras = self._ids(piece)
-        frames = b""
-        if piece.text:
-            frames = self._delta(job, {"content": piece.text}, None, extras, logprobs)
-            logprobs, extras = None, {}
+        deltas: list[dict[str, Any]] = [{"reasoning_content": piece.reasoning}] if piece.reasoning else []
+        # What belongs to the tokens as such goes with the first delta, logprobs with the text that they are of.
+        extras, scored = self._ids(piece), len(deltas) if piece.text else 0
+        deltas += [{"content": piece.text}] if piece.text else []
+        deltas += [{"tool_calls": [self._call_delta(job, call)]} for call in piece.calls]
+        reasons: list[str | None] = [None] * len(deltas)
         if piece.finish_reason is not None:
-            frames += self._delta(job, {}, piece.finish_reason, extras, logprobs)
-        return frames
+            deltas.append({})
+            reasons.append(piece.finish_reason)
+        logprobs = self._logprobs(piece.scores)
+        return b"".join(
+            self._delta(job, delta, reason, extras if at == 0 else {}, logprobs if at == scored else None)
+            for at, (delta, reason) in enumerate(zip(deltas, reasons, strict=True))
+        )
+
+    def usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        told = usage(choices)
+        if self._reasons:
+            spent = sum(choice.transcript.num_reasoning_tokens for choice in choices)
+            told["completion_tokens_details"] = {"reasoning_tokens": spent}
+        return told
 
     def _delta(
         self,
@@ -124,9 +145,34 @@ class ChatReplies(Replies):
         choice = {"index": job.choice, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason, **extras}
         return self._frame(choice)
 
-    def _choice(self, choice: Choice, text: str, scores: Sequence[Score]) -> dict[str, Any]:
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": choice.job.choice, "message": message, "logprobs": self._logprobs(scores)}
+    def _choice(self, choice: Choice, said: Piece) -> dict[str, Any]:
+        calls = self._calls(choice.job, said)
+        message: dict[str, Any] = {"role": "assistant", "content": said.text, "refusal": None}
+        if self._thinks:
+            message["reasoning_content"] = said.reasoning
+        if calls:
+            message |= {"content": said.text or None, "tool_calls": calls}
+        return {"index": choice.job.choice, "message": message, "logprobs": self._logprobs(said.scores)}
+
+    def _calls(self, job: Job, said: Piece) -> list[dict[str, Any]]:
+        told: dict[int, dict[str, Any]] = {}
+        for event in said.calls:
+            if isinstance(event, CallBegun):
+                function = {"name": event.name, "arguments": ""}
+                told[event.index] = {"id": self._call_id(job, event), "type": "function", "function": function}
+            else:
+                told[event.index]["function"]["arguments"] += event.text
+        return list(told.values())
+
+    def _call_delta(self, job: Job, event: CallBegun | CallArguments) -> dict[str, Any]:
+        if isinstance(event, CallArguments):
+            return {"index": event.index, "function": {"arguments": event.text}}
+        function = {"name": event.name, "arguments": ""}
+        return {"index": event.index, "id": self._call_id(job, event), "type": "function", "function": function}
+
+    def _call_id(self, job: Job, event: CallBegun) -> str:
+        # 40 characters at most: OpenAI takes no longer ones back.
+        return f"call_{self.id.removeprefix(self.id_prefix)[:24]}_{job.choice}_{event.index}"
 
     def _logprobs(self, scores: Sequence[Score]) -> dict[str, Any] | None:
         if not scores:
@@ -177,8 +223,9 @@ class CompletionReplies(Replies):
             }
         )
 
-    def _choice(self, choice: Choice, text: str, scores: Sequence[Score]) -> dict[str, Any]:
-        return {"index": choice.job.choice, "text": self._echo(choice.job) + text, "logprobs": self._logprobs(scores)}
+    def _choice(self, choice: Choice, said: Piece) -> dict[str, Any]:
+        text = self._echo(choice.job) + said.text
+        return {"index": choice.job.choice, "text": text, "logprobs": self._logprobs(said.scores)}
 
     def _echo(self, job: Job) -> str:
         return self._echoes[job.prompt] if self._echoes else ""
@@ -196,6 +243,17 @@ class CompletionReplies(Replies):
             ],
             "text_offset": [score.offset for score in scores],
         }
+
+
+def join(pieces: Sequence[Piece]) -> Piece:
+    """Return what all the pieces say, as one."""
+    return Piece(
+        text="".join(piece.text for piece in pieces),
+        token_ids=[token_id for piece in pieces for token_id in piece.token_ids],
+        scores=[score for piece in pieces for score in piece.scores],
+        reasoning="".join(piece.reasoning for piece in pieces),
+        calls=[call for piece in pieces for call in piece.calls],
+    )
 
 
 def echo_text(prompt: str | Sequence[int], tokenizer: PromptTokenizer) -> str:

@@ -7,9 +7,11 @@ any effect are only `user`, `metadata` and `store`.
 from dataclasses import dataclass
 from typing import Any
 
+from services.recipe.conversation import EFFORTS, Conversation
 from services.recipe.fields import Fields, is_id, is_number
 from services.recipe.messages import read_messages
 from services.recipe.refusals import refuse
+from services.recipe.tools import read_tools
 
 MAX_CHOICES = 16
 MAX_ALL_CHOICES = 64
@@ -27,11 +29,10 @@ _WITHOUT_EFFECT = ("user", "metadata", "store")
 _NOT_YET = "is not served by this version"
 _NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
-    "tools": ([],),
-    "tool_choice": ("none",),
     "functions": ([],),
     "function_call": ("none",),
 }
+_NEUTRAL_TOOLS: dict[str, tuple[Any, ...]] = {"tools": ([],), "tool_choice": ("none",)}
 _NEUTRAL_COMPLETION: dict[str, tuple[Any, ...]] = {"suffix": ("",), "best_of": (1,)}
 
 
@@ -66,11 +67,21 @@ class AnswerRules:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelRules:
+    """What of a model decides which requests make sense. default_effort: "none" for models that do not reason."""
+
+    vocab_tokens: int
+    takes_tools: bool = False
+    takes_images: bool = False
+    default_effort: str = "none"
+
+
+@dataclass(frozen=True, slots=True)
 class ChatRequest:
     """A validated body of /v1/chat/completions."""
 
     model: str
-    messages: tuple[dict[str, object], ...]
+    conversation: Conversation
     sampling: Sampling
     rules: AnswerRules
 
@@ -94,11 +105,11 @@ def read_model(body: dict[str, Any]) -> str:
     return model
 
 
-def read_chat(body: dict[str, Any], *, vocab_tokens: int) -> ChatRequest:
+def read_chat(body: dict[str, Any], model_rules: ModelRules) -> ChatRequest:
     """Return the chat request in `body`; raise a 400 that names field and rule."""
     model, fields = read_model(body), Fields(body)
     fields.accept(("model",))
-    messages = read_messages(fields.take("messages"))
+    conversation = _conversation(fields, model_rules)
     wants_logprobs = fields.flag("logprobs")
     num_top = fields.integer("top_logprobs", 0, 20)
     if num_top is not None and not wants_logprobs:
@@ -108,10 +119,28 @@ def read_chat(body: dict[str, Any], *, vocab_tokens: int) -> ChatRequest:
     if newer is not None and older is not None and newer != older:
         raise fields.wrong("max_completion_tokens", "differs from max_tokens; give one of them")
     fields.refuse_all_but(_NEUTRAL_CHAT, _NOT_YET)
-    sampling = _sampling(fields, (num_top or 0) if wants_logprobs else None, vocab_tokens)
-    rules = _rules(fields, newer or older, vocab_tokens)
+    sampling = _sampling(fields, (num_top or 0) if wants_logprobs else None, model_rules.vocab_tokens)
+    rules = _rules(fields, newer or older, model_rules.vocab_tokens)
     fields.finish()
-    return ChatRequest(model, messages, sampling, rules)
+    return ChatRequest(model, conversation, sampling, rules)
+
+
+def _conversation(fields: Fields, model: ModelRules) -> Conversation:
+    given = fields.take("messages")
+    turns = read_messages(given, takes_tools=model.takes_tools, takes_images=model.takes_images)
+    if model.takes_tools:
+        tools = read_tools(fields)
+    else:
+        tools = ()
+        fields.refuse_all_but(_NEUTRAL_TOOLS, _NOT_YET)
+    effort = fields.text("reasoning_effort")
+    if effort is None:
+        return Conversation(turns, tools, model.default_effort)
+    if model.default_effort == "none":
+        raise fields.wrong("reasoning_effort", "is not for this model: it does not reason before it answers")
+    if effort not in EFFORTS:
+        raise fields.wrong("reasoning_effort", f"must be one of {', '.join(EFFORTS)}")
+    return Conversation(turns, tools, effort)
 
 
 def read_completion(body: dict[str, Any], *, vocab_tokens: int) -> CompletionRequest:

@@ -6,6 +6,8 @@ is refused by its bytes. The count errs on the caller's side alone, since a text
 
 from collections.abc import Iterable, Sequence
 
+from services.recipe.refusals import too_long
+
 # Normalizers shrink UTF-8 by 4 at most: a mathematical letter (4 bytes) becomes an ASCII one, three Hangul jamo (9) one
 # syllable (3), a letter with combining marks less. Those that delete delete spaces, which `_is_loose` leaves out.
 _NORMALIZED_SHRINKS = 4
@@ -49,3 +51,17 @@ class TokenFloor:
         for stand_in in map(chr, stand_ins):
             num_bytes -= text.count(stand_in) * len(stand_in.encode())
         return -(-num_bytes // self._bytes_per_token)
+
+
+def refuse_hopeless(
+    floor: TokenFloor, field: str, texts: Iterable[str], context_tokens: int | None, stand_ins: Iterable[int] = ()
+) -> None:
+    """Raise a 400 on `field` when the texts cannot fit context_tokens (None: everything fits), whatever their tokens.
+
+    texts: stretches that are encoded one by one.  stand_ins: as for `at_least`.
+    """
+    if context_tokens is None:
+        return
+    fewest = sum(floor.at_least(text, stand_ins) for text in texts)
+    if fewest >= context_tokens:
+        raise too_long(field, context_tokens, f"at least {fewest}", "at least 1")

@@ -110,6 +110,11 @@ class PromptTokenizer:
         ids += self._stretch_ids(text[at:], originals, is_first=at == 0)
         return ids
 
+    def control_id(self, spelling: str) -> int | None:
+        """Return the id of the control token that is written so; None when there is none."""
+        found = self._controls.get(spelling)
+        return found[0] if found else None
+
     def spelling(self, token_id: int) -> str:
         r"""Return how an id looks in logprobs: its text, with bytes that are no whole character escaped as \xf0."""
         if token_id >= len(self.pieces):

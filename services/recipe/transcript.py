@@ -1,4 +1,4 @@
-"""What has one choice said so far? Token events in, pieces of text out, the same however the tokens were dealt out."""
+"""What has one choice said so far? Token events in, pieces out, the same however the tokens were dealt out."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import Final
 
 from proto.common_pb2 import FinishReason, PositionLogprobs, TokenEvent
 from services.chassis import errors
-from services.recipe.detokenize import Detokenizer
+from services.recipe.dialect import CallArguments, CallBegun, Event, Parser, Reasoning, Text
 from services.recipe.stops import StopMatcher
 
 _REASONS: Final = {FinishReason.FINISH_REASON_STOP: "stop", FinishReason.FINISH_REASON_LENGTH: "length"}
@@ -23,29 +23,41 @@ class Score:
 
 @dataclass(slots=True)
 class Piece:
-    """What can be shown after an event; `finish_reason` is set on the last piece."""
+    """What can be shown after an event: reasoning, then text, then calls. `finish_reason` is set on the last piece.
+
+    This, not an API's own objects, is what every way of telling an answer is made from.
+    """
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     scores: list[Score] = field(default_factory=list)
     finish_reason: str | None = None
+    reasoning: str = ""
+    calls: list[CallBegun | CallArguments] = field(default_factory=list)
+
+    @property
+    def says_something(self) -> bool:
+        """Whether there is anything to show but the end."""
+        return bool(self.text or self.reasoning or self.calls)
 
 
 class Transcript:
     """Collects one choice.
 
-    Its text never shows special tokens, nor the token or string that ended it. `token_ids` and `num_tokens` hold every
-    token that was sampled up to the end, the ending one included; tokens after a stop string do not count.
+    Its text never shows special tokens, nor the token or string that ended it. Stop strings are looked for in the text
+    alone, not in reasoning nor in calls. `token_ids` and `num_tokens` hold every token that was sampled up to the end,
+    the ending one included; tokens after a stop string do not count.
     """
 
-    def __init__(self, pieces: Sequence[bytes], stops: Sequence[str], *, has_scores: bool) -> None:
-        self._detokenizer = Detokenizer(pieces)
+    def __init__(self, parser: Parser, stops: Sequence[str], *, has_scores: bool) -> None:
+        self._parser = parser
         self._stops = StopMatcher(stops) if stops else None
         self._has_scores = has_scores
         self._waiting: deque[Score] = deque()
         self._unsent_ids: list[int] = []
-        self._num_read = 0  # characters detokenized
-        self._num_shown = 0  # characters that left
+        self._num_read = 0  # characters of text that the parser gave
+        self._num_shown = 0  # characters of text that left
+        self._has_calls = False
         self.num_tokens = 0
         self.cached_tokens = 0
         self.finish_reason: str | None = None
@@ -61,53 +73,82 @@ class Transcript:
             raise errors.Cancelled("the request was cancelled")
         if event.HasField("usage"):
             self.cached_tokens = event.usage.cached_tokens
-        text = self._read(event)
+        piece = Piece()
+        self._read(event, piece)
         if self.finish_reason is None and event.finish_reason:
-            self.finish_reason = _REASONS[event.finish_reason]
-            text += self._stops.rest() if self._stops else ""
-        if not text and self.finish_reason is None:
+            self._end(_REASONS[event.finish_reason], piece)
+        if not piece.says_something and self.finish_reason is None:
             return None
-        self._num_shown += len(text)
-        ids, self._unsent_ids = self._unsent_ids, []
-        return Piece(text, ids, self._ready_scores() if self._has_scores else [], self.finish_reason)
+        self._num_shown += len(piece.text)
+        piece.token_ids, self._unsent_ids = self._unsent_ids, []
+        piece.scores = self._ready_scores() if self._has_scores else []
+        piece.finish_reason = self.finish_reason
+        return piece
 
     @property
     def is_cut(self) -> bool:
         """Whether a stop string ended the text; the engine does not know yet."""
         return self._stops is not None and self._stops.is_cut
 
-    def _read(self, event: TokenEvent) -> str:
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """How many of the tokens were spent on thinking."""
+        return self._parser.num_reasoning_tokens
+
+    def _read(self, event: TokenEvent, piece: Piece) -> None:
         token_ids = list(event.token_ids)
         # The token that ended the answer is counted and reported, but is no text.
         ends = bool(token_ids) and event.finish_reason == FinishReason.FINISH_REASON_STOP
         shown_ids = token_ids[:-1] if ends else token_ids
         if self._stops is None and not self._has_scores:
-            text = self._detokenizer.feed(shown_ids)
+            self._say(self._parser.feed(shown_ids), piece)
         else:
-            text, num_used = self._read_one_by_one(shown_ids, event.logprobs)
+            num_used = self._read_one_by_one(shown_ids, event.logprobs, piece)
             if self.is_cut:
                 token_ids = token_ids[:num_used]
                 self.finish_reason = "stop"
         self.num_tokens += len(token_ids)
         self._unsent_ids += token_ids
-        return text
 
-    def _read_one_by_one(self, token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs]) -> tuple[str, int]:
-        """Return the text to show and how many tokens were used: what follows a stop string in an event is not ours."""
-        shown = []
+    def _read_one_by_one(self, token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs], piece: Piece) -> int:
+        """Return how many tokens were used: what follows a stop string in an event is not ours."""
         for i, token_id in enumerate(token_ids):
-            if self._has_scores and i < len(logprobs):
-                self._waiting.append(Score(logprobs[i], self._num_read))
-            text = self._detokenizer.feed((token_id,))
-            self._num_read += len(text)
-            shown.append(self._stops.feed(text) if self._stops else text)
+            offset = self._num_read
+            events = self._parser.feed((token_id,))
+            if self._has_scores and i < len(logprobs) and self._parser.is_text:
+                self._waiting.append(Score(logprobs[i], offset))
+            self._say(events, piece)
             if self.is_cut:
-                return "".join(shown), i + 1
-        return "".join(shown), len(token_ids)
+                return i + 1
+        return len(token_ids)
+
+    def _say(self, events: Sequence[Event], piece: Piece) -> None:
+        for event in events:
+            if self.is_cut:
+                return
+            if isinstance(event, Text):
+                self._num_read += len(event.text)
+                piece.text += self._stops.feed(event.text) if self._stops else event.text
+            elif isinstance(event, Reasoning):
+                piece.reasoning += event.text
+            else:
+                # The text is over, so nothing in it can become a stop string any more.
+                piece.text += self._stops.rest() if self._stops else ""
+                self._has_calls = True
+                piece.calls.append(event)
+
+    def _end(self, reason: str, piece: Piece) -> None:
+        self._say(self._parser.rest(is_whole=reason == "stop"), piece)
+        piece.text += self._stops.rest() if self._stops else ""
+        if self.is_cut:
+            self.finish_reason = "stop"
+        else:
+            self.finish_reason = "tool_calls" if reason == "stop" and self._has_calls else reason
 
     def _ready_scores(self) -> list[Score]:
-        """Return the scores of tokens whose text has begun to leave; at the end all, except those behind the cut."""
+        """Return the scores of tokens whose text has begun to leave; at the end all, but for what a cut or call hid."""
         ready = []
-        while self._waiting and (self._waiting[0].offset < self._num_shown or (self.finish_reason and not self.is_cut)):
+        is_over = self.finish_reason is not None and not self.is_cut and not self._has_calls
+        while self._waiting and (is_over or self._waiting[0].offset < self._num_shown):
             ready.append(self._waiting.popleft())
         return ready

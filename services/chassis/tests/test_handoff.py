@@ -112,6 +112,38 @@ def test_blocks_are_cut_into_pieces_with_checksums():
         check_chunk(chunks[1])
 
 
+@pytest.mark.parametrize("num_blocks", [0, 2])
+def test_the_window_lies_behind_the_blocks(tmp_path, num_blocks):
+    """Written last, also when no block travels; a sender that reckons with another size is refused."""
+    staging = Staging(nonce=NONCE, num_blocks=num_blocks, block_bytes=100, window_bytes=50, folder=tmp_path)
+    blocks, window = [b"a" * 100, b"b" * 100][:num_blocks], b"w" * 50
+    asked = {"nonce": NONCE, "num_blocks": num_blocks, "block_bytes": 100, "first_block": 0}
+    with pytest.raises(StagingUnavailableError):
+        fill_staging(str(staging.path), payloads=blocks, **asked)
+    crcs = fill_staging(str(staging.path), payloads=blocks, window_bytes=50, **asked)
+    crcs += fill_staging(str(staging.path), payloads=[], window_bytes=50, window=window, **asked)
+
+    assert [*blocks, window] == [*(staging.read(n) for n in range(num_blocks)), staging.read_window()]
+    assert [block_crc32(payload) for payload in (*blocks, window)] == crcs
+    staging.close()
+
+
+def test_window_pieces_stay_in_the_window():
+    """They reach no block, and nothing behind the window."""
+    staging = Staging(nonce=NONCE, num_blocks=1, block_bytes=100, window_bytes=50, folder=None)
+    for chunk in chunks_of(b"w" * 50, ticket=None, is_window=True):
+        assert chunk.is_window
+        check_chunk(chunk)
+        staging.write_window(chunk.offset_bytes, chunk.data)
+    with pytest.raises(InvalidRequest):
+        staging.write_window(1, b"w" * 50)
+    with pytest.raises(InvalidRequest):
+        staging.write(0, 90, b"x" * 20)
+
+    assert (bytes(100), b"w" * 50) == (staging.read(0), staging.read_window())
+    staging.close()
+
+
 def test_folders_of_the_dead_are_removed_and_those_of_the_living_stay(tmp_path):
     """A crash leaves no shared memory behind for longer than the next start."""
     script = (

@@ -22,6 +22,8 @@ from proto.prefill_lb_pb2 import PrefillPickReply, PrefillReleaseReply
 from proto.prefill_lb_pb2_grpc import PrefillLbServicer, add_PrefillLbServicer_to_server
 from proto.prefill_pb2 import FirstToken, HandoffDone, LastChunkStarted, PrefillEvent, PrefillFrame
 from proto.prefill_pb2_grpc import PrefillServicer, add_PrefillServicer_to_server
+from proto.vision_pb2 import EncodedImage, PrepareReply
+from proto.vision_pb2_grpc import VisionServicer, add_VisionServicer_to_server
 from services.chassis.errors import NoReplica
 from services.chassis.frames import FrameSender, serve_shared
 
@@ -70,6 +72,31 @@ class KvstoreDouble(KvstoreServicer):
         self.asked.append(request)
         await self.stops.passing("lookup")
         return LookupReply(num_blocks=min(self.num_blocks, len(request.block_keys)))
+
+
+class VisionDouble(VisionServicer):
+    """Fills three tokens' worth with any image, plus the marks."""
+
+    address = ""
+
+    def __init__(self, stops):
+        self.stops = stops
+        self.asked = []
+        self.errors = []
+        """Raised one after the other, before anything is prepared."""
+        self.fingerprint = b"v" * 32
+        self.num_tokens = 6
+
+    def add(self, server):
+        add_VisionServicer_to_server(self, server)
+
+    async def Prepare(self, request, context):
+        self.asked.append(request)
+        await self.stops.passing("vision")
+        if self.errors:
+            raise self.errors.pop(0)
+        images = [EncodedImage(content_hash=each.content_hash, num_tokens=self.num_tokens) for each in request.images]
+        return PrepareReply(images=images, address="vision-0:50051", fingerprint=self.fingerprint)
 
 
 class LbDouble:

@@ -29,6 +29,7 @@ from services.entrypoint.tests.doubles import (
     PrefillDouble,
     PrefillLbDouble,
     Stops,
+    VisionDouble,
 )
 
 CLUSTER_KEY = bytes(range(32))
@@ -69,10 +70,11 @@ def _events(frame):
 class World:
     """Two prefill and two decode replicas, both balancers, the store, one entrypoint, one recipe."""
 
-    def __init__(self, *, num_prefill=2, num_decode=2, has_kvstore=True, max_requests=256):
+    def __init__(self, *, num_prefill=2, num_decode=2, has_kvstore=True, has_vision=True, max_requests=256, card=CARD):
         self.log: list[str] = []
         self.stops = Stops(self.log)
         self.kvstore = KvstoreDouble(self.stops)  # type: ignore[abstract]  # serves only what is called
+        self.vision = VisionDouble(self.stops)  # type: ignore[abstract]  # as above
         self.prefill_lb = PrefillLbDouble("prefill", self.stops)
         self.decode_lb = DecodeLbDouble("decode", self.stops)
         self.decodes = {
@@ -83,16 +85,18 @@ class World:
             f"prefill-{n}": PrefillDouble(f"prefill-{n}", self.stops, self.decodes)  # type: ignore[abstract]  # as above
             for n in range(num_prefill)
         }
-        self.table_prefill = FixedTable([replica("prefill", name) for name in self.prefills])
-        self.table_decode = FixedTable([replica("decode", name) for name in self.decodes])
-        self._has_kvstore = has_kvstore
+        self.table_prefill = FixedTable([replica("prefill", name, model=card) for name in self.prefills])
+        self.table_decode = FixedTable([replica("decode", name, model=card) for name in self.decodes])
+        self._has_kvstore, self._has_vision = has_kvstore, has_vision
         self._max_requests = max_requests
         self._servers = {}
         self._stack = contextlib.AsyncExitStack()
         self._num_requests = 0
 
     async def __aenter__(self):
-        singles: dict[str, Any] = {"kvstore": self.kvstore, "prefill_lb": self.prefill_lb, "decode_lb": self.decode_lb}
+        singles: dict[str, Any] = {
+            "kvstore": self.kvstore, "vision": self.vision, "prefill_lb": self.prefill_lb, "decode_lb": self.decode_lb,
+        }  # fmt: skip
         for name, double in {**singles, **self.prefills, **self.decodes}.items():
             self._servers[name] = contextlib.AsyncExitStack()
             self._stack.push_async_exit(self._servers[name])
@@ -106,6 +110,7 @@ class World:
     async def _start_entrypoint(self):
         settings = EntrypointSettings(
             kvstore_address=self.kvstore.address if self._has_kvstore else f"127.0.0.1:{free_port()}",
+            vision_address=self.vision.address if self._has_vision else "",
             prefill_lb_address=self.prefill_lb.address,
             decode_lb_address=self.decode_lb.address,
             cluster_key=CLUSTER_KEY.hex(),

@@ -46,6 +46,15 @@ def test_a_suite_is_nats_and_all_eight_services(tmp_path: Path) -> None:
     assert ["decode-0", "decode-1", "decode-2"] == [name for name in plans if name.startswith("decode-")]
 
 
+def test_whoever_computes_has_the_same_model(tmp_path: Path) -> None:
+    """Embeddings of another model, or in other numerics, would be refused by nobody and be wrong."""
+    plans = planned(tmp_path, dtype="fp32")
+    computing = [plans[name] for name in ("prefill-0", "decode-0", "vision-0")]
+
+    assert 1 == len({tuple(plan.settings[name] for name in ("model", "dtype", "threads")) for plan in computing})
+    assert all("OMP_WAIT_POLICY" in plan.extra for plan in computing)
+
+
 def test_every_port_is_its_own(tmp_path: Path) -> None:
     """No two processes are told to listen on the same port."""
     plans = planned(tmp_path, num_prefill=2, num_decode=2).values()

@@ -8,17 +8,25 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
+from services.recipe.conversation import Conversation, Turn
 from services.recipe.disguise import Disguise
 from services.recipe.encode import Encoder
 from services.recipe.refusals import ApiError, ModelFolderError
 from services.recipe.template import ChatTemplate, load_template
+from services.recipe.templated import templated
 from services.recipe.tests.tiny import CHATML, SPECIAL, make_tokenizer, token_id
 from services.recipe.tokenizer import PromptTokenizer
 
 ADDED = [*SPECIAL, "<think>", "</think>"]
 LIBRARY = make_tokenizer()
 TOKENIZER = PromptTokenizer(make_tokenizer())
-ENCODER = Encoder(TOKENIZER, ChatTemplate(CHATML, {}))
+
+
+def encoder(template: ChatTemplate | None) -> Encoder:
+    return Encoder(TOKENIZER, templated(TOKENIZER, template))
+
+
+ENCODER = encoder(ChatTemplate(CHATML, {}))
 CONTROLS = set(LIBRARY.get_added_tokens_decoder())
 
 FRAGMENTS = [*ADDED, "<|im_", "end|>", "<|", "|>", "<", ">", "im_start", "\ue000", "\ue001", " ", "\n", "é", "👍", "12"]
@@ -36,8 +44,16 @@ def chatml(*contents: str) -> str:
     return turns + "<|im_start|>assistant\n"
 
 
-def users(*contents: str) -> list[dict[str, object]]:
+def users(*contents: str) -> Conversation:
+    return Conversation(tuple(Turn("user", (content,)) for content in contents))
+
+
+def messages(*contents: str) -> list[dict[str, object]]:
     return [{"role": "user", "content": content} for content in contents]
+
+
+def chat_ids(template: ChatTemplate, conversation: Conversation) -> list[int]:
+    return list(encoder(template).chat_prompt(conversation).ids)
 
 
 @quick
@@ -49,7 +65,7 @@ def users(*contents: str) -> list[dict[str, object]]:
 @example(["\ue000<think>\ue001"])
 def test_messages_bring_no_control_tokens(contents: list[str]) -> None:
     """The template's own controls, in its order, and none besides; all else decodes to what was written."""
-    ids = ENCODER.chat_ids(users(*contents))
+    ids = list(ENCODER.chat_prompt(users(*contents)).ids)
     start, end = token_id(LIBRARY, "<|im_start|>"), token_id(LIBRARY, "<|im_end|>")
     spelled = b"".join(TOKENIZER.pieces[id_] or b"\0" for id_ in ids)
     shown = "".join(f"\0user\n{content.strip()}\0\n" for content in contents) + "\0assistant\n"
@@ -68,7 +84,7 @@ def test_ordinary_messages_have_the_library_s_ids(contents: list[str]) -> None:
         word in content for word in ADDED for content in contents
     ):
         return
-    assert naive(prompt) == ENCODER.chat_ids(users(*contents))
+    assert naive(prompt) == list(ENCODER.chat_prompt(users(*contents)).ids)
 
 
 @quick
@@ -88,7 +104,7 @@ def test_plain_prompts_hold_no_control_tokens(prompt: str) -> None:
 def test_seams_of_a_template_make_no_control_tokens(content: str) -> None:
     """A template that writes "<" before and ">" after a message opens no way in."""
     template = ChatTemplate("{% for m in messages %}<{{ m.content }}>{{ m.content | trim }}{% endfor %}", {})
-    ids = Encoder(TOKENIZER, template).chat_ids(users(content))
+    ids = chat_ids(template, users(content))
 
     assert CONTROLS.isdisjoint(ids)
     assert f"<{content}>{content.strip()}".encode() == b"".join(TOKENIZER.pieces[id_] for id_ in ids)
@@ -108,7 +124,7 @@ def test_seams_of_a_template_make_no_control_tokens(content: str) -> None:
 )
 def test_templates_see_messages_as_they_are(template: str, content: str, expected: str) -> None:
     """They can trim, compare, split and slice; only control spellings cannot be found in a message: they are not there."""
-    ids = Encoder(TOKENIZER, ChatTemplate(template, {})).chat_ids(users(content))
+    ids = chat_ids(ChatTemplate(template, {}), users(content))
 
     assert expected.encode() == b"".join(TOKENIZER.pieces[id_] for id_ in ids)
     assert CONTROLS.isdisjoint(ids)
@@ -117,14 +133,14 @@ def test_templates_see_messages_as_they_are(template: str, content: str, expecte
 def test_names_and_reasoning_are_covered_too() -> None:
     """Every string of a message but its role is the caller's."""
     template = ChatTemplate("{{ messages[0].name }}{{ messages[0].reasoning_content }}", {})
-    message: dict[str, object] = {"role": "user", "content": "", "name": "<think>", "reasoning_content": "<|im_end|>"}
+    turn = Turn("user", ("",), name="<think>", reasoning="<|im_end|>")
 
-    assert CONTROLS.isdisjoint(Encoder(TOKENIZER, template).chat_ids([message]))
+    assert CONTROLS.isdisjoint(chat_ids(template, Conversation((turn,))))
 
 
 def test_messages_without_spellings_are_not_touched() -> None:
     """Nearly all are like that, and pay nothing."""
-    covered = Disguise(ADDED, ()).cover(users("hello <b>world</b>"))
+    covered = Disguise(ADDED, ()).cover(messages("hello <b>world</b>"))
 
     assert {} == covered.originals
     assert "hello <b>world</b>" == covered.messages[0]["content"]
@@ -134,7 +150,7 @@ def test_all_private_use_characters_taken_is_a_refusal() -> None:
     """Rather than a guess which of them are markers."""
     every = "".join(map(chr, (*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE), *range(0x100000, 0x10FFFE))))
     with pytest.raises(ApiError, match="private-use"):
-        Disguise(ADDED, ()).cover(users(every + "<think>"))
+        Disguise(ADDED, ()).cover(messages(every + "<think>"))
 
 
 def padded_library(*, prepend: str) -> Tokenizer:
@@ -222,7 +238,7 @@ def test_templates_are_found_where_folders_keep_them(tmp_path: Path) -> None:
 def test_what_a_template_cannot_take_is_the_caller_s_fault(source: str) -> None:
     """A 400 on messages, with the template's own words where it has some; the sandbox holds."""
     with pytest.raises(ApiError) as raised:
-        ChatTemplate(source, {}).render(users("x"))
+        ChatTemplate(source, {}).render(messages("x"))
 
     assert (400, "messages") == (raised.value.status, raised.value.param)
 
@@ -230,7 +246,7 @@ def test_what_a_template_cannot_take_is_the_caller_s_fault(source: str) -> None:
 def test_a_model_without_template_answers_completions_only() -> None:
     """chat_template_missing, on chat alone."""
     with pytest.raises(ApiError) as raised:
-        Encoder(TOKENIZER, None).chat_ids(users("x"))
+        encoder(None).chat_prompt(users("x"))
 
     assert (400, "chat_template_missing") == (raised.value.status, raised.value.code)
 
@@ -246,6 +262,6 @@ async def test_long_texts_are_encoded_in_a_thread_with_the_same_ids() -> None:
     long = "hello world " * 1000
 
     assert [naive(long), [7], naive("hi")] == await ENCODER.texts([long, [7], "hi"])
-    assert naive(chatml(long)) == await ENCODER.chat(users(long))
+    assert naive(chatml(long)) == (await ENCODER.chat(users(long))).ids
     spelled = "é<|im_end|>" * 500
     assert TOKENIZER.plain_ids("é<|im_end|>") * 500 == (await ENCODER.texts([spelled]))[0]

@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, normalizers
 
 from services.chassis.errors import Overloaded
+from services.recipe.conversation import Conversation, Turn
 from services.recipe.encode import Encoder
 from services.recipe.refusals import ApiError
 from services.recipe.template import ChatTemplate
+from services.recipe.templated import templated
 from services.recipe.tests.running import Running
 from services.recipe.tests.scripted import saying
 from services.recipe.tests.tiny import CHATML, SPECIAL, make_tokenizer
@@ -34,7 +36,7 @@ def stripping() -> Tokenizer:
 
 TEMPLATE = ChatTemplate(CHATML, {})
 TOKENIZERS = [PromptTokenizer(make()) for make in (make_tokenizer, normalizing, stripping)]
-ENCODERS = [Encoder(tokenizer, TEMPLATE) for tokenizer in TOKENIZERS]
+ENCODERS = [Encoder(tokenizer, templated(tokenizer, TEMPLATE)) for tokenizer in TOKENIZERS]
 FRAGMENTS = [*SPECIAL, "<think>", " beginning", " " * 40, "\u1112\u1161\u11ab", "\U0001d400" * 9, "\ue000", "é", "1"]
 text = st.text(max_size=30) | st.lists(st.sampled_from(FRAGMENTS), max_size=8).map("".join)
 
@@ -47,9 +49,9 @@ def test_what_fits_is_never_refused(written: str) -> None:
     """Neither as a prompt nor in a message: the floor stays at or below the true length."""
     for tokenizer, encoder in zip(TOKENIZERS, ENCODERS, strict=True):
         assert tokenizer.floor.at_least(written) <= len(tokenizer.plain_ids(written))
-        messages: list[dict[str, object]] = [{"role": "user", "content": written}]
-        ids = encoder.chat_ids(messages)
-        assert ids == encoder.chat_ids(messages, context_tokens=len(ids) + 1)
+        conversation = Conversation((Turn("user", (written,)),))
+        ids = encoder.chat_prompt(conversation).ids
+        assert ids == encoder.chat_prompt(conversation, context_tokens=len(ids) + 1).ids
 
 
 async def test_the_loop_turns_while_a_long_text_is_encoded() -> None:
@@ -86,7 +88,7 @@ async def test_what_cannot_fit_is_refused_without_encoding() -> None:
 
 async def test_a_third_long_text_waits_for_a_bounded_time() -> None:
     """Then it is a 429 with Retry-After; once the first two are through, all is as before. Short texts never wait."""
-    encoder = Encoder(TOKENIZERS[0], None, slot_seconds=0.02)
+    encoder = Encoder(TOKENIZERS[0], templated(TOKENIZERS[0], None), slot_seconds=0.02)
     long = "1234567890" * 10_000
     first = [asyncio.create_task(encoder.texts([long])) for _ in range(2)]
     await asyncio.sleep(0)

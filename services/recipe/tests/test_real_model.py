@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
+from services.recipe.conversation import Conversation, Turn
 from services.recipe.detokenize import Detokenizer
 from services.recipe.model_folder import ServedModel, load_model
 
@@ -39,6 +40,10 @@ def library(folder: Path) -> Tokenizer:
     return Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
+def chat_ids(model: ServedModel, *texts: str) -> list[int]:
+    return list(model.encoder.chat_prompt(Conversation(tuple(Turn("user", (text,)) for text in texts))).ids)
+
+
 @pytest.mark.parametrize("text", TEXTS)
 def test_ids_are_the_library_s_and_text_comes_back(model: ServedModel, library: Tokenizer, text: str) -> None:
     """Both directions."""
@@ -50,7 +55,7 @@ def test_ids_are_the_library_s_and_text_comes_back(model: ServedModel, library: 
 
 def test_chat_ids_are_those_of_the_template_s_text(model: ServedModel, library: Tokenizer) -> None:
     """The default system message, the turns, and where the answer begins."""
-    ids = model.encoder.chat_ids([{"role": "user", "content": text} for text in TEXTS])
+    ids = chat_ids(model, *TEXTS)
     prompt = library.decode(ids, skip_special_tokens=False)
 
     assert prompt.startswith("<|im_start|>system\n")
@@ -61,8 +66,8 @@ def test_chat_ids_are_those_of_the_template_s_text(model: ServedModel, library: 
 def test_every_control_spelling_is_plain_in_a_message(model: ServedModel) -> None:
     """All at once, and each id the template brings stays."""
     spelled = "".join(model.tokenizer.spellings)
-    plain = model.encoder.chat_ids([{"role": "user", "content": "x"}])
-    evil = model.encoder.chat_ids([{"role": "user", "content": spelled}])
+    plain = chat_ids(model, "x")
+    evil = chat_ids(model, spelled)
     controls = {model.tokenizer.marked_ids(spelling)[0] for spelling in model.tokenizer.spellings}
 
     assert [i for i in plain if i in controls] == [i for i in evil if i in controls]

@@ -76,6 +76,8 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"tool_choice": "auto"}, "tool_choice"),
+    ({"parallel_tool_calls": True}, "parallel_tool_calls"),
+    ({"reasoning_effort": "low"}, "reasoning_effort"),
     ({"functions": [{}]}, "functions"),
     ({"foo": 1}, "foo"),
     ({"model": ""}, "model"),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from proto.common_pb2 import FinishReason, PositionLogprobs, TokenEvent, TokenLogprob
 from services.chassis import errors
 from services.recipe.detokenize import Detokenizer
+from services.recipe.dialect import PlainParser
 from services.recipe.seeds import choice_seed, noise_hash
 from services.recipe.stops import StopMatcher
 from services.recipe.tests.tiny import make_tokenizer
@@ -41,7 +42,7 @@ def transcribe(
     parts: Sequence[Sequence[int]], stops: Sequence[str], finish: FinishReason.ValueType, *, has_scores: bool
 ) -> tuple[str, list[int], list[tuple[int, int]], str | None, int]:
     """Text, ids, (token, offset) of scores, finish reason and count after these events."""
-    transcript = Transcript(PIECES, stops, has_scores=has_scores)
+    transcript = Transcript(PlainParser(PIECES), stops, has_scores=has_scores)
     text, ids, scores = "", [], []
     for i, part in enumerate(parts):
         logprobs = [PositionLogprobs(chosen=TokenLogprob(token_id=t, logprob=-1)) for t in part] if has_scores else []
@@ -145,9 +146,11 @@ def test_errors_in_events_are_raised_by_meaning() -> None:
     """And a cancelled request is an error to whoever still listens."""
     event = TokenEvent(error=errors.to_stream_error(errors.Overloaded("full", retry_after=2)))
     with pytest.raises(errors.Overloaded, match="full"):
-        Transcript(PIECES, (), has_scores=False).feed(event)
+        Transcript(PlainParser(PIECES), (), has_scores=False).feed(event)
     with pytest.raises(errors.Cancelled):
-        Transcript(PIECES, (), has_scores=False).feed(TokenEvent(finish_reason=FinishReason.FINISH_REASON_CANCELLED))
+        Transcript(PlainParser(PIECES), (), has_scores=False).feed(
+            TokenEvent(finish_reason=FinishReason.FINISH_REASON_CANCELLED)
+        )
 
 
 def test_the_first_choice_keeps_the_seed_and_others_differ() -> None:
