@@ -9,6 +9,7 @@ import sys
 PARTS = {
     "engine": "the engine alone: prefill and decode speed beside a plain torch loop in the same run",
     "service": "all eight services over HTTP: throughput beside the engine alone, added latency, idle memory",
+    "v41": "DeepSeek-V4.1 on this CPU: tokens/s, bytes moved by a decode step beside the formats', replay beside none",
     "kvstore": "the KV store: segments beside plain files, lookups beside an empty RPC",
 }
 

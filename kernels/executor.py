@@ -7,7 +7,8 @@ waits for it and samples, so that the next step can be planned in between; on a 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -34,6 +35,11 @@ class Step:
     batch: Batch
     logits: Tensor
     """[sampled rows, vocab_size] fp32."""
+
+    def with_masks(self, masks: Mapping[int, bytes]) -> Step:
+        """The same step with allowed masks, by sequence: only sampling needs them, so they are filled while it runs."""
+        masked = (replace(row, allowed_mask=masks.get(row.sequence, row.allowed_mask)) for row in self.batch.rows)
+        return replace(self, batch=Batch(tuple(masked))) if masks else self
 
 
 class Executor:
@@ -103,9 +109,7 @@ class Executor:
         windows = num_windows + 1 if opened.window else 0
         digest = opened.weights_digest()
         model = opened.build(num_blocks=blocks, num_windows=windows)
-        return cls(
-            model, num_blocks=blocks, num_windows=windows, replay=replay, threads=threads, weights_digest=digest
-        )
+        return cls(model, num_blocks=blocks, num_windows=windows, replay=replay, threads=threads, weights_digest=digest)
 
     @property
     def row_tiles(self) -> tuple[int, ...]:

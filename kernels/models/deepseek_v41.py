@@ -46,6 +46,8 @@ class DeepseekV41:
         self.window: WindowSpec | None = self.spec
         self.preceding_tokens = config.engram.max_ngram - 1
         self.weights = weights
+        self.embedding, self.head = weights.embedding, weights.head
+        """The drafter uses them too."""
         self.cache = V41Cache(
             config, layout, weights.numerics, num_blocks=num_blocks, num_windows=num_windows, device=device
         )

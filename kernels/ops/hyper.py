@@ -103,12 +103,13 @@ def _per_row(scale: Tensor) -> Tensor:
 
 def _sinkhorn(raw: Tensor, eps: float, iterations: int) -> Tensor:
     """[4, 4, tokens] logits -> rows and columns that sum to about one; the columns are divided last."""
+    least = raw.new_tensor(eps)  # a Python number would be made into a tensor at each of the forty additions
     powers = (raw - raw.amax(dim=1, keepdim=True)).exp_()
-    matrix = powers.div_(_sum_of_four(powers, dim=1)).add_(eps)
-    matrix.div_(_sum_of_four(matrix, dim=0).add_(eps))
+    matrix = powers.div_(_sum_of_four(powers, dim=1)).add_(least)
+    matrix.div_(_sum_of_four(matrix, dim=0).add_(least))
     for _ in range(iterations - 1):
-        matrix.div_(_sum_of_four(matrix, dim=1).add_(eps))
-        matrix.div_(_sum_of_four(matrix, dim=0).add_(eps))
+        matrix.div_(_sum_of_four(matrix, dim=1).add_(least))
+        matrix.div_(_sum_of_four(matrix, dim=0).add_(least))
     return matrix
 
 

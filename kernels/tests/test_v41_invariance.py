@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.batch import Image
-from kernels.tests.v41_rig import IDS, caches, model_of, prefill, row_of, run, start
+from kernels.tests.v41_rig import IDS, caches, model_of, prefill, row_of, run, start, threads_of
 
 LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 34, 35, 47, 48, 49, 63, 64, 65, 66, 127, 128, 129, 143, 145)
 """Around 1, the window and block of 16, top-k at ratio 1 (16) and 2 (32), 64 candidate entries, units of 128."""
@@ -77,11 +77,8 @@ def test_an_image_is_the_same_in_any_chunks_and_changes_what_follows() -> None:
 def test_more_threads_give_the_same_bits(numerics) -> None:
     """A library that shares a product among threads may not sum it in another order."""
     expected = prefill(numerics, IDS[:140])
-    torch.set_num_threads(2)
-    try:
+    with threads_of(2):
         got = prefill(numerics, IDS[:140], (77,))
-    finally:
-        torch.set_num_threads(1)
     assert torch.equal(expected, got)
 
 

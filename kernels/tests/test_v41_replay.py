@@ -15,6 +15,7 @@ from kernels.tests.v41_rig import IDS, all_logits, blocks_of, caches, model_of, 
 
 BLOCK = 16
 KEEP = 22
+MODES = [("exact", 1e-4), pytest.param("quant", 0.25, marks=pytest.mark.slow)]
 
 
 def rel(got: Tensor, expected: Tensor) -> float:
@@ -28,7 +29,7 @@ def _inference() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize(("numerics", "most"), [("exact", 1e-4), ("quant", 0.25)])
+@pytest.mark.parametrize(("numerics", "most"), MODES)
 @pytest.mark.parametrize(
     ("name", "keep"),
     [("n48", 22), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("n48", 30), ("n72", 22), ("n72", 30)))],
@@ -52,7 +53,7 @@ def test_decoder_replay_equals_the_reference_and_its_mask(numerics, most, name, 
     assert kept == caches(numerics, size)
 
 
-@pytest.mark.parametrize(("numerics", "most"), [("exact", 1e-4), ("quant", 0.25)])
+@pytest.mark.parametrize(("numerics", "most"), MODES)
 def test_hits_equal_the_reference(numerics, most) -> None:
     """90 tokens of which 80 were found: with a window state, without one, and rewriting or keeping the block before."""
     ids = golden("replay.n90.ids").tolist()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
@@ -21,6 +22,7 @@ IDS = [(index * 37 + 11 + index * index % 7) % 320 for index in range(260)]
 WINDOWS = 6
 BLOCKS_EACH = 24
 """Sequence n lives in window n and in blocks of its own."""
+_THREADS = [1]
 
 
 @cache
@@ -32,6 +34,21 @@ def model_of(numerics: str) -> DeepseekV41:
             tiny_v41(), numerics=NUMERICS[numerics], block_tokens=None, device=torch.device("cpu"), progress=_silent
         )
         return opened.build(num_blocks=1 + WINDOWS * BLOCKS_EACH, num_windows=1 + WINDOWS)
+
+
+def threads() -> int:
+    """What `run` computes with; an executor elsewhere in the process may have chosen otherwise."""
+    return _THREADS[0]
+
+
+@contextmanager
+def threads_of(count: int) -> Iterator[None]:
+    """Let `run` use that many."""
+    before, _THREADS[0] = _THREADS[0], count
+    try:
+        yield
+    finally:
+        _THREADS[0] = before
 
 
 def blocks_of(sequence: int) -> range:
@@ -75,7 +92,12 @@ class Watcher:
 
 @torch.inference_mode()
 def run(numerics: str, *rows: Row, watch: Watch | None = None) -> Tensor:
-    """Logits of each row's last token."""
+    """Logits of each row's last token.
+
+    On one thread unless a test chose more: two that share a busy core wait for each other at every small product.
+    """
+    if torch.get_num_threads() != threads():
+        torch.set_num_threads(threads())
     return model_of(numerics).forward(Batch(rows), every_row=True, watch=watch)
 
 

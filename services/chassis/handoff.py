@@ -1,8 +1,8 @@
 """What do blocks look like between a prefill and a decode replica?
 
 Two ways, one meaning. In shared memory: a file with a 4 KiB header that begins with the ticket's nonce, then the
-blocks that must travel, in table order, without gaps. Over gRPC: pieces of at most 2 MiB, each with its checksum.
-Both end in the same staging area on the receiver, and nothing is read from it before the commit.
+blocks that must travel, in table order, without gaps, then the window state. Over gRPC: pieces of at most 2 MiB, each
+with its checksum. Both end in the same staging area on the receiver, and nothing is read from it before the commit.
 """
 
 from __future__ import annotations
@@ -32,16 +32,19 @@ class StagingUnavailableError(Exception):
 
 
 class Staging:
-    """Receiver's side: room for one handoff's blocks, private to one ticket.
+    """Receiver's side: room for one handoff's blocks and window state, private to one ticket.
 
     With a folder it is a file there that a peer on this host can fill; without one it is plain memory for Push.
     """
 
-    def __init__(self, *, nonce: bytes, num_blocks: int, block_bytes: int, folder: Path | None) -> None:
+    def __init__(
+        self, *, nonce: bytes, num_blocks: int, block_bytes: int, window_bytes: int = 0, folder: Path | None
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_bytes = block_bytes
+        self.window_bytes = window_bytes
         self.path: Path | None = None
-        size = HEADER_BYTES + num_blocks * block_bytes
+        size = _staging_bytes(num_blocks, block_bytes, window_bytes)
         if folder is not None:
             self._map = self._map_file(folder / nonce.hex(), size)
         else:
@@ -70,10 +73,23 @@ class Staging:
         start = HEADER_BYTES + block * self.block_bytes + offset_bytes
         self._map[start : start + len(data)] = data
 
+    def write_window(self, offset_bytes: int, data: bytes) -> None:
+        """Put a piece of the window state where it belongs."""
+        end = offset_bytes + len(data)
+        if end > self.window_bytes:
+            raise InvalidRequest(f"window bytes {offset_bytes} to {end} lie outside the reservation")
+        start = HEADER_BYTES + self.num_blocks * self.block_bytes + offset_bytes
+        self._map[start : start + len(data)] = data
+
     def read(self, block: int) -> bytes:
         """Copy a block out: what was verified stays verified, whoever still writes into the file."""
         start = HEADER_BYTES + block * self.block_bytes
         return self._map[start : start + self.block_bytes]
+
+    def read_window(self) -> bytes:
+        """Copy the window state out, as `read` does."""
+        start = HEADER_BYTES + self.num_blocks * self.block_bytes
+        return self._map[start : start + self.window_bytes]
 
     def close(self) -> None:
         """Give the room back. A late writer may keep the unlinked file; nobody reads it again."""
@@ -83,9 +99,20 @@ class Staging:
 
 
 def fill_staging(
-    path: str, *, nonce: bytes, num_blocks: int, block_bytes: int, first_block: int, payloads: Sequence[bytes]
+    path: str,
+    *,
+    nonce: bytes,
+    num_blocks: int,
+    block_bytes: int,
+    first_block: int,
+    payloads: Sequence[bytes],
+    window_bytes: int = 0,
+    window: bytes = b"",
 ) -> list[int]:
     """Sender's side: write whole blocks from that place on; return their checksums. Without payloads it only checks.
+
+    window_bytes: of the state that travels behind the blocks, 0 without one.  window: that state, once it is to be
+    written; its checksum then follows the blocks'.
 
     Blocks the calling thread; opens and closes the file itself, so that a caller who stops waiting leaves nothing
     half closed. Raises StagingUnavailableError when the file is not reachable from here.
@@ -96,13 +123,19 @@ def fill_staging(
         raise StagingUnavailableError(f"cannot open {path}: {error.strerror}") from error
     try:
         is_ours = os.pread(descriptor, len(nonce), 0) == nonce
-        if not is_ours or os.fstat(descriptor).st_size != HEADER_BYTES + num_blocks * block_bytes:
+        if not is_ours or os.fstat(descriptor).st_size != _staging_bytes(num_blocks, block_bytes, window_bytes):
             raise StagingUnavailableError(f"{path} is not the file of this ticket")
         for block, payload in enumerate(payloads, start=first_block):
             _write_all(descriptor, payload, HEADER_BYTES + block * block_bytes)
+        if window:
+            _write_all(descriptor, window, HEADER_BYTES + num_blocks * block_bytes)
     finally:
         os.close(descriptor)
-    return [block_crc32(payload) for payload in payloads]
+    return [block_crc32(payload) for payload in (*payloads, window) if payload]
+
+
+def _staging_bytes(num_blocks: int, block_bytes: int, window_bytes: int) -> int:
+    return HEADER_BYTES + num_blocks * block_bytes + window_bytes
 
 
 def _write_all(descriptor: int, payload: bytes, offset: int) -> None:
@@ -155,12 +188,14 @@ def remove_dead_folders(root: Path) -> list[Path]:
 
 
 def block_crc32(payload: bytes) -> int:
-    """Return the checksum that every block carries on every path (CRC-32, IEEE)."""
+    """Return the checksum that every block and window state carries on every path (CRC-32, IEEE)."""
     return zlib.crc32(payload)
 
 
-def chunks_of(payload: bytes, *, block_index: int, ticket: Ticket | None) -> Iterator[PushChunk]:
-    """Cut one block into pieces for Push. Only a stream's first piece carries the ticket."""
+def chunks_of(
+    payload: bytes, *, block_index: int = 0, ticket: Ticket | None, is_window: bool = False
+) -> Iterator[PushChunk]:
+    """Cut one block, or the window state, into pieces for Push. Only a stream's first piece carries the ticket."""
     for offset in range(0, len(payload), CHUNK_BYTES):
         data = payload[offset : offset + CHUNK_BYTES]
         yield PushChunk(
@@ -169,10 +204,12 @@ def chunks_of(payload: bytes, *, block_index: int, ticket: Ticket | None) -> Ite
             offset_bytes=offset,
             data=data,
             crc32=zlib.crc32(data),
+            is_window=is_window,
         )
 
 
 def check_chunk(chunk: PushChunk) -> None:
     """Raise BlocksLost when a piece arrived changed."""
     if zlib.crc32(chunk.data) != chunk.crc32:
-        raise BlocksLost(f"a piece of block {chunk.block_index} arrived damaged")
+        what = "the window state" if chunk.is_window else f"block {chunk.block_index}"
+        raise BlocksLost(f"a piece of {what} arrived damaged")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from proto.common_pb2 import Request
+from proto.common_pb2 import Grammar, ImageRef, Request
 from services.chassis.errors import BadImage, BadSampling, BadSchema, BlocksLost, InvalidRequest, PromptTooLong
+
+HASH_BYTES = 32
+MAX_GRAMMAR_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +22,14 @@ class Limits:
     """Longest prompt plus answer: the model's, or the pool's if that is smaller."""
     block_tokens: int
     block_bytes: int
+    window_bytes: int = 0
+    """Of one window state; 0 for a model without windows."""
+    embedding_bytes: int = 0
+    """Of one row of an image's embeddings."""
+    grammar_kind: str = ""
+    """Of the grammars that are obeyed; "" for a model folder without a tokenizer, which obeys none."""
+    image_token_ids: frozenset[int] = frozenset()
+    """Ids that stand at the places of images, all at or above the vocabulary size; empty when no images are taken."""
 
 
 def answer_tokens(request: Request, limits: Limits) -> int:
@@ -30,8 +42,8 @@ def check_request(request: Request, limits: Limits) -> None:
     if request.fingerprint != limits.fingerprint:
         raise BlocksLost("the request was admitted for another model fingerprint than this replica's")
     if request.HasField("grammar"):
-        raise BadSchema("this engine cannot obey a grammar yet", field="response_format")
-    if request.images:
+        _check_grammar(request.grammar, limits)
+    if request.images and not limits.image_token_ids:
         raise BadImage("this model takes no images", field="messages")
     prompt = request.prompt_token_ids
     if not prompt:
@@ -41,9 +53,48 @@ def check_request(request: Request, limits: Limits) -> None:
             f"prompt has {len(prompt)} tokens; with one token of answer it may have {limits.context_tokens - 1}",
             field="prompt",
         )
-    if max(prompt) >= limits.vocab_tokens:
+    _check_images(request.images, prompt, limits)
+    if max(_text_of(prompt, request.images), default=0) >= limits.vocab_tokens:
         raise InvalidRequest(f"token ids must be below {limits.vocab_tokens}", field="prompt")
     if request.stop.max_tokens < 1:
         raise InvalidRequest("max_tokens must be at least 1", field="max_tokens")
     if any(bias.token_id >= limits.vocab_tokens for bias in request.sampling.logit_bias):
         raise BadSampling(f"logit_bias takes token ids below {limits.vocab_tokens}", field="logit_bias")
+
+
+def _check_grammar(grammar: Grammar, limits: Limits) -> None:
+    if not limits.grammar_kind:
+        raise BadSchema(
+            "this model's folder has no tokenizer.json, so no grammar can be obeyed", field="response_format"
+        )
+    if grammar.kind != limits.grammar_kind:
+        raise BadSchema(f"grammars are to be of kind {limits.grammar_kind}", field="response_format")
+    if len(grammar.body) > MAX_GRAMMAR_BYTES:
+        raise BadSchema(f"grammars have at most {MAX_GRAMMAR_BYTES} bytes", field="response_format")
+
+
+def _check_images(images: Sequence[ImageRef], prompt: Sequence[int], limits: Limits) -> None:
+    """Images lie in the prompt, in order and apart, on their own ids, and say where their embeddings are."""
+    end = 0
+    for image in images:
+        start, end_before, end = image.position, end, image.position + image.num_tokens
+        if not end_before <= start < end <= len(prompt):
+            raise BadImage(
+                f"an image at tokens {start} to {end} overlaps another, or the prompt's end", field="messages"
+            )
+        if not limits.image_token_ids.issuperset(prompt[start:end]):
+            raise BadImage(f"tokens {start} to {end} are not those of an image", field="messages")
+        if len(image.content_hash) != HASH_BYTES or len(image.vision_fingerprint) != HASH_BYTES:
+            raise BadImage(f"an image needs hashes of {HASH_BYTES} bytes", field="messages")
+        if not image.vision_address:
+            raise BadImage("an image does not say which vision replica has its embeddings", field="messages")
+
+
+def _text_of(prompt: Sequence[int], images: Sequence[ImageRef]) -> list[int]:
+    """Return the prompt's tokens outside its images."""
+    text: list[int] = []
+    start = 0
+    for image in images:
+        text += prompt[start : image.position]
+        start = image.position + image.num_tokens
+    return text + list(prompt[start:])

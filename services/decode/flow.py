@@ -14,6 +14,7 @@ from proto.common_pb2 import (
     FINISH_REASON_STOP,
     FINISH_REASON_UNSPECIFIED,
     FinishReason,
+    ImageRef,
     PositionLogprobs,
     Request,
     TokenEvent,
@@ -22,20 +23,27 @@ from proto.common_pb2 import (
 )
 from proto.decode_pb2 import DecodeSubmit
 from services.chassis import names
-from services.chassis.block_keys import KeyChain
-from services.chassis.errors import BlocksLost, DeadlinePassed, InternalError, to_stream_error
+from services.chassis.block_keys import KeyChain, image_extras
+from services.chassis.embeddings import EmbeddingsFetch, EmbeddingsSource, ImageFeed
+from services.chassis.errors import BadSchema, BlocksLost, DeadlinePassed, InternalError, to_stream_error
 from services.chassis.telemetry import bind_request, span
 from services.decode.admission import Limits, answer_tokens, check_request
+from services.decode.grammar import Guide, open_guide, replay_first
 from services.decode.sampling import sampling_params
-from services.decode.sequence import DecodeSequence, Ending, Grown
+from services.decode.sequence import DecodeSequence, EmbeddingsWanted, Ending, Grown, StartWanted
 
 if TYPE_CHECKING:
     from kernels.batch import Sampled
+    from kernels.grammar import GrammarFactory
     from services.chassis.engine_thread import EngineThread
     from services.decode.engine import DecodeEngine
     from services.decode.intake import Intake, Landed
+    from services.decode.states import States
 
-_REASONS = {Ending.STOP: FINISH_REASON_STOP, Ending.LENGTH: FINISH_REASON_LENGTH}
+_REASONS: dict[Ending | None, FinishReason.ValueType] = {
+    Ending.STOP: FINISH_REASON_STOP,
+    Ending.LENGTH: FINISH_REASON_LENGTH,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +54,9 @@ class Surroundings:
     thread: EngineThread
     intake: Intake
     limits: Limits
+    states: States
+    grammars: GrammarFactory | None
+    embeddings: EmbeddingsSource
 
 
 class AnswerFlow:
@@ -56,6 +67,7 @@ class AnswerFlow:
         self._around = around
         self._send = send
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._asked: asyncio.Queue[StartWanted | EmbeddingsWanted] = asyncio.Queue()
         self._usage = Usage(prompt_tokens=len(submit.request.prompt_token_ids))
         self._has_reported = False
 
@@ -79,32 +91,68 @@ class AnswerFlow:
         around = self._around
         try:
             check_request(self._request, around.limits)
+            guide = await self._guide()  # while prefill computes
             landed = await around.intake.landed(self._request.request_id)
         finally:
             around.intake.abort_request(self._request.request_id)
         try:
-            await self._answer(self._sequence(landed), landed.epoch)
+            await self._answer(self._sequence(landed, guide), landed.epoch)
         finally:
             around.thread.post(around.engine.rooms.release, landed.epoch)
 
     async def _answer(self, sequence: DecodeSequence, epoch: int) -> None:
+        if sequence.guide is not None and sequence.guide.matcher.is_finished:  # by prefill's token
+            self._emit(finish_reason=FINISH_REASON_STOP)
+            return
         if len(sequence.token_ids) >= sequence.last_tokens:  # this pool holds less than the one prefill knew
             self._emit(finish_reason=FINISH_REASON_LENGTH)
             return
         around = self._around
+        recomputing = asyncio.create_task(self._help_recompute(sequence), name="help recompute")
         try:
             await around.thread.call(around.engine.start, sequence, epoch)
             await self._ended
         finally:
+            recomputing.cancel()
             around.thread.post(around.engine.release, sequence)
 
-    def _sequence(self, landed: Landed) -> DecodeSequence:
+    async def _help_recompute(self, sequence: DecodeSequence) -> None:
+        """Bring what a preempted sequence needs: a window state of this host, and the embeddings of its images."""
+        around = self._around
+
+        def deliver(image: ImageRef, embeddings: memoryview) -> None:
+            around.thread.post(around.engine.embedded, sequence, image, embeddings)
+
+        fetch = EmbeddingsFetch(self._request, around.embeddings, deliver=deliver, on_error=self._end)
+        try:
+            while True:
+                match await self._asked.get():
+                    case EmbeddingsWanted(image):
+                        fetch.want(image)
+                    case StartWanted(attempt, found, num_tokens):
+                        hit, state = await around.states.find_start(found, num_tokens)
+                        around.thread.post(around.engine.begin, sequence, attempt, hit, state)
+        except Exception as error:  # noqa: BLE001 - it would leave the sequence waiting for ever
+            self._end(error)
+        finally:
+            fetch.close()
+
+    async def _guide(self) -> Guide | None:
+        if not self._request.HasField("grammar"):
+            return None
+        assert self._around.grammars is not None, "admission refuses grammars where none are obeyed"
+        return await open_guide(self._around.grammars, self._request.grammar)
+
+    def _sequence(self, landed: Landed, guide: Guide | None) -> DecodeSequence:
         """Make the engine's sequence of the request and what prefill handed over."""
         request, limits = self._request, self._around.limits
         prompt = list(request.prompt_token_ids)
         if landed.kv_tokens != len(prompt):
             raise BlocksLost(f"KV of {landed.kv_tokens} tokens was handed over for a prompt of {len(prompt)}")
-        chain = KeyChain(request.key_root, block_tokens=limits.block_tokens)
+        if guide is not None:
+            replay_first(guide, landed.first_token_id)
+        extra = image_extras(request.images, block_tokens=limits.block_tokens)
+        chain = KeyChain(request.key_root, block_tokens=limits.block_tokens, extra=extra)
         keys = list(chain.extend([*prompt, landed.first_token_id]))
         self._usage.cached_tokens = landed.cached_tokens
         self._usage.completion_tokens = 1
@@ -118,18 +166,29 @@ class AnswerFlow:
             keys=keys,
             next_key=chain.append,
             listener=self._on_grown,
+            ask=self._asked.put_nowait,
+            guide=guide,
+            images=ImageFeed(request.images),
         )
 
     def _on_grown(self, grown: Grown) -> None:
+        if grown.ending is Ending.UNGUIDED:
+            self._end(BadSchema("the grammar has become too complex to obey", field="response_format"))
+            return
         if grown.ending is Ending.FAILED:
-            if not self._ended.done():
-                self._ended.set_exception(InternalError(f"no token could be sampled: {grown.sampled.problem}"))
+            self._end(InternalError(f"no token could be sampled: {grown.sampled.problem}"))
             return
         self._usage.completion_tokens = grown.num_answer_tokens
-        reason = _REASONS[grown.ending] if grown.ending is not None else FINISH_REASON_UNSPECIFIED
+        reason = _REASONS.get(grown.ending, FINISH_REASON_UNSPECIFIED)
         self._emit(token_ids=[grown.sampled.token_id], logprobs=_logprobs(grown.sampled), finish_reason=reason)
+        if grown.ending is Ending.WHOLE:  # its last token is a part of the text, unlike a stop token
+            self._emit(finish_reason=FINISH_REASON_STOP)
         if grown.ending is not None and not self._ended.done():
             self._ended.set_result(None)
+
+    def _end(self, error: Exception) -> None:
+        if not self._ended.done():
+            self._ended.set_exception(error)
 
     def _fail(self, error: Exception) -> None:
         self._emit(finish_reason=FINISH_REASON_ERROR, error=to_stream_error(error))

@@ -1,7 +1,7 @@
-"""Who may put blocks here, where do they wait, and when do they become a sequence's?
+"""Who may put blocks and a window state here, where do they wait, and when do they become a sequence's?
 
 Runs on the event loop. A ticket names one staging area that no other handoff ever uses, so a late or stale writer can
-only write into memory that nobody reads again. Blocks of the pool are touched at the commit, by the engine thread.
+only write into memory that nobody reads again. The device is touched at the commit, by the engine thread.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from hmac import compare_digest
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -147,7 +148,10 @@ class Intake:
             check_chunk(chunk)
             if handoff.state is not _State.OPEN or handoff.staging is None:
                 raise BlocksLost("the reservation ended while its blocks were arriving")
-            handoff.staging.write(chunk.block_index - handoff.present_blocks, chunk.offset_bytes, chunk.data)
+            if chunk.is_window:
+                handoff.staging.write_window(chunk.offset_bytes, chunk.data)
+            else:
+                handoff.staging.write(chunk.block_index - handoff.present_blocks, chunk.offset_bytes, chunk.data)
             handoff.pushed_bytes += len(chunk.data)
             num_bytes += len(chunk.data)
         return num_bytes
@@ -207,8 +211,11 @@ class Intake:
             raise BlocksLost("this replica was restarted since it was picked")
         if request.fingerprint != limits.fingerprint:
             raise BlocksLost("the blocks were computed for another model fingerprint than this replica's")
-        if request.window_bytes:
-            raise InvalidRequest("this model has no window state")
+        if request.window_bytes != limits.window_bytes:
+            raise InvalidRequest(
+                f"the KV layouts differ: a window state of {request.window_bytes} bytes is to be handed over"
+                f" where one has {limits.window_bytes}"
+            )
         if len(request.block_keys) != request.kv_tokens // limits.block_tokens or request.kv_tokens < 1:
             raise InvalidRequest(f"{len(request.block_keys)} block keys do not name {request.kv_tokens} tokens of KV")
         if request.kv_tokens >= limits.context_tokens:
@@ -227,7 +234,7 @@ class Intake:
 
     async def _staging(self, nonce: bytes, num_blocks: int) -> Staging | None:
         """Make the staging area: in shared memory if there is any left, else in plain memory."""
-        if num_blocks == 0:
+        if num_blocks == 0 and self._limits.window_bytes == 0:
             return None
         # In a thread: claiming many megabytes of pages takes a while. If the caller goes away, the area goes as well.
         making = asyncio.ensure_future(asyncio.to_thread(self._make_staging, nonce, num_blocks))
@@ -238,12 +245,19 @@ class Intake:
             raise
 
     def _make_staging(self, nonce: bytes, num_blocks: int) -> Staging:
-        block_bytes = self._limits.block_bytes
+        make = partial(
+            Staging,
+            nonce=nonce,
+            num_blocks=num_blocks,
+            block_bytes=self._limits.block_bytes,
+            window_bytes=self._limits.window_bytes,
+        )
         try:
-            return Staging(nonce=nonce, num_blocks=num_blocks, block_bytes=block_bytes, folder=self._folder)
+            return make(folder=self._folder)
         except OSError as error:
-            log.warning("decode.intake.shm_full", num_bytes=num_blocks * block_bytes, reason=str(error))
-            return Staging(nonce=nonce, num_blocks=num_blocks, block_bytes=block_bytes, folder=None)
+            num_bytes = num_blocks * self._limits.block_bytes + self._limits.window_bytes
+            log.warning("decode.intake.shm_full", num_bytes=num_bytes, reason=str(error))
+            return make(folder=None)
 
     def _find(self, ticket: Ticket) -> _Handoff:
         """Return the open handoff that a ticket names. Raises BlocksLost for any other ticket."""
@@ -274,10 +288,18 @@ class Intake:
                 raise BlocksLost("the reservation ended during its commit")
             first = handoff.present_blocks + start
             writing = self._thread.call(self._rooms.write, epoch, first, payloads)
+        if self._limits.window_bytes:
+            if writing is not None:
+                await writing
+            state = await asyncio.to_thread(_verified_window, handoff, request.window_crc32)
+            if handoff.state is not _State.COMMITTING:
+                raise BlocksLost("the reservation ended during its commit")
+            writing = self._thread.call(self._rooms.write_window, epoch, state)
         self._announce(handoff, request)
         if writing is not None:
             await writing
-        self._on_bytes("grpc" if handoff.pushed_bytes else "shm", handoff.missing_blocks * self._limits.block_bytes)
+        num_bytes = handoff.missing_blocks * self._limits.block_bytes + self._limits.window_bytes
+        self._on_bytes("grpc" if handoff.pushed_bytes else "shm", num_bytes)
 
     def _announce(self, handoff: _Handoff, request: CommitRequest) -> None:
         """Let the sequence start in the same pause of the engine that takes its last blocks in."""
@@ -330,6 +352,15 @@ def _verified(handoff: _Handoff, blocks: range, crcs: Sequence[int]) -> list[byt
             raise BlocksLost(f"block {handoff.present_blocks + block} arrived damaged")
         payloads.append(payload)
     return payloads
+
+
+def _verified_window(handoff: _Handoff, crc: int) -> bytes:
+    """As `_verified`, for the window state."""
+    assert handoff.staging is not None, "a window state travels, so there is an area for it"
+    payload = handoff.staging.read_window()
+    if block_crc32(payload) != crc:
+        raise BlocksLost("the window state arrived damaged")
+    return payload
 
 
 def _disarm(handoff: _Handoff) -> None:

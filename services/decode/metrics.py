@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from services.chassis.window_store import Counts
 from services.decode.engine import Load
 
 _PREFIX = "fathom_decode"
@@ -25,6 +26,13 @@ _COUNTERS = {
     "num_steps": "Steps.",
     "num_preemptions": "Sequences that lost their blocks and were recomputed.",
 }
+_WINDOW_COUNTERS = {
+    "hits": "Sequences that started from a saved window state.",
+    "misses": "Sequences with found blocks for which no usable window state was here.",
+    "damaged": "Window states that were not what they should be, and were removed.",
+    "evicted": "Window states removed to make room.",
+    "dropped": "Window states that were not saved.",
+}
 _STEP_BUCKETS = (0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.25, 0.5, 1)
 
 
@@ -40,6 +48,20 @@ class LoadCollector(Collector):
             yield GaugeMetricFamily(f"{_PREFIX}_{name}", meaning, value=getattr(load, name))
         for name, meaning in _COUNTERS.items():
             yield CounterMetricFamily(f"{_PREFIX}_{name.removeprefix('num_')}", meaning, value=getattr(load, name))
+
+
+class WindowStoreCollector(Collector):
+    """Reads the window store's own counts when scraped."""
+
+    def __init__(self, counts: Counts) -> None:
+        self._counts = counts
+
+    def collect(self) -> Iterable[Metric]:
+        for name, meaning in _WINDOW_COUNTERS.items():
+            value = getattr(self._counts, f"num_{name}")
+            yield CounterMetricFamily(f"{_PREFIX}_window_{name}", meaning, value=value)
+        meaning = "Window states of this host, in bytes, at this replica's last save."
+        yield GaugeMetricFamily(f"{_PREFIX}_window_bytes", meaning, value=self._counts.num_bytes)
 
 
 class DecodeMetrics:

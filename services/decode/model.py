@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, get_args
 
 from kernels.executor import Executor
+from kernels.grammar import KIND, GrammarFactory
+from kernels.kv.replay import Mode
 from proto.common_pb2 import ModelCard
 from services.decode.admission import Limits
 
@@ -16,6 +18,10 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, int, int], None]
 
+ARRIVING_WINDOWS = 8
+"""Where the model has windows: for handoffs that arrive while a whole batch runs."""
+_EMBEDDING_ITEM_BYTES = 4  # fp32
+
 
 def load_model(settings: DecodeSettings, progress: Progress) -> Executor:
     """Read the weights and compute a first batch. Takes seconds; run it in the engine thread, which owns the device."""
@@ -23,6 +29,8 @@ def load_model(settings: DecodeSettings, progress: Progress) -> Executor:
         settings.model,
         dtype=settings.dtype,
         kv_bytes=settings.kv_bytes,
+        num_windows=settings.max_batch + ARRIVING_WINDOWS,
+        replay=replay_of(settings.model),
         threads=settings.threads,
         progress=progress,
     )
@@ -30,7 +38,16 @@ def load_model(settings: DecodeSettings, progress: Progress) -> Executor:
     return executor
 
 
-def limits_of(executor: Executor) -> Limits:
+def open_grammars(executor: Executor, folder: Path) -> GrammarFactory | None:
+    """Begin to read the folder's tokenizer, without which no grammar can be obeyed; None when it has none."""
+    tokenizer = folder / "tokenizer.json"
+    if not tokenizer.is_file():
+        return None
+    config = executor.config
+    return GrammarFactory(tokenizer, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids)
+
+
+def limits_of(executor: Executor, *, obeys_grammars: bool = False) -> Limits:
     """Return what requests are checked against."""
     layout = executor.layout
     pool_tokens = (executor.num_blocks - 1) * layout.block_tokens  # block 0 is never given out
@@ -40,6 +57,10 @@ def limits_of(executor: Executor) -> Limits:
         context_tokens=min(executor.config.max_position_tokens, pool_tokens),
         block_tokens=layout.block_tokens,
         block_bytes=layout.block_bytes,
+        window_bytes=layout.window_bytes,
+        embedding_bytes=_EMBEDDING_ITEM_BYTES * executor.config.hidden_size,
+        grammar_kind=KIND if obeys_grammars else "",
+        image_token_ids=frozenset(executor.config.image_token_ids),
     )
 
 
@@ -54,13 +75,27 @@ def card_of(executor: Executor, folder: Path) -> ModelCard:
         block_bytes=limits.block_bytes,
         window_bytes=executor.layout.window_bytes,
         vocab_tokens=limits.vocab_tokens,
-        takes_images=False,
+        takes_images=bool(limits.image_token_ids),
         eos_token_ids=executor.config.eos_token_ids,
+        window_tokens=executor.window.window_tokens if executor.window is not None else 0,
     )
+
+
+def replay_of(folder: Path) -> Mode:
+    """Return the replay mode that the folder's fathom.json names: how windows are rebuilt after a prefix hit."""
+    named = _described(folder).get("replay", "off")
+    modes: tuple[Mode, ...] = get_args(Mode)
+    for mode in modes:
+        if mode == named:
+            return mode
+    raise ValueError(f"{folder / 'fathom.json'} names replay {named!r}; there is {', '.join(modes)}")
 
 
 def _name_of(folder: Path) -> str:
     """Return the name in the folder's fathom.json, or the folder's own: the recipe goes by the same rule."""
+    return str(_described(folder).get("name") or folder.resolve().name)
+
+
+def _described(folder: Path) -> dict[str, Any]:
     described = folder / "fathom.json"
-    named = json.loads(described.read_text(encoding="utf-8")).get("name") if described.is_file() else None
-    return str(named or folder.resolve().name)
+    return dict(json.loads(described.read_text(encoding="utf-8"))) if described.is_file() else {}

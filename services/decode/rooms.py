@@ -1,7 +1,7 @@
-"""Which blocks belong to which handoff, from reservation to start?
+"""Which blocks and which window belong to which handoff, from reservation to start?
 
-A part of the engine: runs in its thread only. Blocks of a handoff are written and named only while its epoch holds
-them, so a late job of a handoff that ended can never touch blocks that were given to others.
+A part of the engine: runs in its thread only. They are written and named only while the handoff's epoch holds them, so
+a late job of a handoff that ended can never touch what was given to others.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kernels.kv.window import NULL_WINDOW
 from services.chassis.errors import BlocksLost, Overloaded
 from services.decode.scheduler import has_room
 
 if TYPE_CHECKING:
     from kernels.executor import Executor
     from kernels.kv.pool import BlockPool
+    from kernels.kv.window import WindowPool
     from services.chassis.engine_thread import Reply
 
 MAX_WAITING = 64
@@ -30,14 +32,16 @@ class _Room:
     """Owed to the intake: how many leading blocks are here already."""
     block_table: list[int] = field(default_factory=list)
     """Empty while it waits."""
+    window: int = NULL_WINDOW
 
 
 class Rooms:
-    """Blocks held by tickets; waiting ones get theirs in order of arrival."""
+    """Blocks and windows held by tickets; waiting ones get theirs in order of arrival."""
 
-    def __init__(self, executor: Executor, pool: BlockPool) -> None:
+    def __init__(self, executor: Executor, pool: BlockPool, windows: WindowPool) -> None:
         self._executor = executor
         self._pool = pool
+        self._windows = windows
         self._rooms: dict[int, _Room] = {}  # by epoch, so in order of arrival
 
     @property
@@ -45,20 +49,22 @@ class Rooms:
         return sum(1 for room in self._rooms.values() if not room.block_table)
 
     def ask(self, reply: Reply[int], epoch: int, keys: Sequence[bytes], num_blocks: int) -> None:
-        """Queue for `num_blocks` blocks; the reply comes with the blocks, or Overloaded at once."""
+        """Queue for `num_blocks` blocks and a window; the reply comes with them, or Overloaded at once."""
         if self.num_waiting >= MAX_WAITING:
             reply.fail(Overloaded(f"{MAX_WAITING} handoffs wait for blocks already"))
             return
         self._rooms[epoch] = _Room(tuple(keys), num_blocks, reply)
 
     def grant(self, *, num_holders: int) -> None:
-        """Give waiting rooms their blocks while there is enough; the first that does not fit stops the line."""
+        """Give waiting rooms what they asked for while there is enough; the first that does not fit stops the line."""
         num_holders += len(self._rooms) - self.num_waiting
         for room in [r for r in self._rooms.values() if not r.block_table]:
-            if not has_room(room.num_blocks, free_blocks=self._pool.free_blocks, num_holders=num_holders):
+            fits = has_room(room.num_blocks, free_blocks=self._pool.free_blocks, num_holders=num_holders)
+            if not (fits and self._windows.has_free):
                 return
             found = self._pool.acquire(room.keys)
             room.block_table = found + self._pool.allocate(room.num_blocks - len(found))
+            room.window = self._windows.allocate()
             num_holders += 1
             room.reply.set(len(found))
 
@@ -68,8 +74,12 @@ class Rooms:
         for block, payload in enumerate(payloads, start=first_block):
             self._executor.write_block(table[block], payload)
 
-    def take(self, epoch: int, keys: Sequence[bytes]) -> list[int]:
-        """Name the room's full blocks and pass them on: afterwards the caller holds them, not the epoch.
+    def write_window(self, epoch: int, payload: bytes) -> None:
+        """Write a verified state into the room's window. Raises BlocksLost when the epoch holds none."""
+        self._executor.write_window(self._held(epoch).window, payload)
+
+    def take(self, epoch: int, keys: Sequence[bytes]) -> tuple[list[int], int]:
+        """Name the room's full blocks; pass blocks and window on: afterwards the caller holds them, not the epoch.
 
         Raises BlocksLost when the epoch holds none, or holds those of another prompt than the one that `keys` begins.
         """
@@ -79,13 +89,14 @@ class Rooms:
         del self._rooms[epoch]
         for block, key in zip(room.block_table, room.keys, strict=False):
             self._pool.publish(block, key)
-        return room.block_table
+        return room.block_table, room.window
 
     def release(self, epoch: int) -> None:
         """Give up a room, waiting or held. Harmless when repeated, and after `take`."""
         room = self._rooms.pop(epoch, None)
         if room is not None:
             self._pool.release(room.block_table)
+            self._windows.release(room.window)
 
     def _held(self, epoch: int) -> _Room:
         room = self._rooms.get(epoch)

@@ -26,10 +26,13 @@ class SequenceView:
     held_blocks: int
     """Blocks it holds; 0 after a preemption."""
 
+    held_back_tokens: int = 0
+    """The last of those not computed, which wait: for what was found of them, or for the embeddings of an image."""
+
     @property
     def pending_tokens(self) -> int:
-        """Tokens to compute before the next one can be sampled: 1 in steady state."""
-        return self.num_tokens - self.computed_tokens
+        """Tokens that can be computed now: 1 in steady state."""
+        return self.num_tokens - self.computed_tokens - self.held_back_tokens
 
 
 @dataclass(frozen=True, slots=True)

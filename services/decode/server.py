@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from proto.decode_pb2 import (
 )
 from proto.decode_pb2_grpc import DecodeServicer, add_DecodeServicer_to_server
 from proto.events_pb2 import LoadReport
+from services.chassis.embeddings import EmbeddingsRoom, EmbeddingsSource
 from services.chassis.engine_thread import EngineThread
 from services.chassis.errors import NoReplica, to_stream_error
 from services.chassis.handoff import StagingFolder
@@ -35,8 +37,9 @@ from services.decode.config import DecodeSettings
 from services.decode.engine import RECOMPUTE_TOKENS, DecodeEngine, Load
 from services.decode.flow import AnswerFlow, Surroundings
 from services.decode.intake import RESERVATION_SECONDS, WAIT_SECONDS, Intake
-from services.decode.metrics import DecodeMetrics, LoadCollector
-from services.decode.model import card_of, limits_of, load_model
+from services.decode.metrics import DecodeMetrics, LoadCollector, WindowStoreCollector
+from services.decode.model import card_of, limits_of, load_model, open_grammars
+from services.decode.states import States, open_worker
 from services.decode.writeback import Writeback
 
 if TYPE_CHECKING:
@@ -45,6 +48,8 @@ if TYPE_CHECKING:
     import grpc.aio
 
     from kernels.executor import Executor
+    from kernels.grammar import GrammarFactory
+    from services.chassis.window_store import WindowWorker
 
 WRITEBACK_BYTES = 256 << 20
 """Copies of blocks that wait for the KV store."""
@@ -115,6 +120,7 @@ class Replica:
     engine: DecodeEngine
     intake: Intake
     writer: BlockWriter | None
+    states: States
 
 
 def assemble(
@@ -126,31 +132,37 @@ def assemble(
     boot_id: str,
     max_batch: int,
     folder: Path | None,
+    channel: Callable[[str], grpc.aio.Channel],
     kvstore: grpc.aio.Channel | None = None,
+    windows: WindowWorker | None = None,
+    grammars: GrammarFactory | None = None,
     recompute_tokens: int = RECOMPUTE_TOKENS,
     wait_seconds: float = WAIT_SECONDS,
     reservation_seconds: float = RESERVATION_SECONDS,
 ) -> Replica:
     """Put engine, intake and servicer together around a loaded model; the thread drives the engine from here on.
 
-    folder: private and in shared memory; None takes blocks over gRPC only.
+    folder: private and in shared memory; None takes blocks over gRPC only.  channel: the cached one to an address.
+    windows: the host's saved window states; None keeps and finds none.  grammars: None obeys none.
     """
     writer = None
     if kvstore is not None:
         on_drop: Callable[[int], None] = metrics.kv_write_drops.inc
         fingerprint = executor.fingerprint
         writer = BlockWriter(kvstore, fingerprint=fingerprint, max_bytes=WRITEBACK_BYTES, on_drop=on_drop)
+    states = States(executor, windows)
     engine = DecodeEngine(
         executor,
         BlockPool(executor.num_blocks, executor.layout.block_tokens),
         max_batch=max_batch,
         tell=thread.tell,
         writeback=Writeback(executor, writer),
+        states=states,
         on_step=metrics.step_seconds.observe,
         recompute_tokens=recompute_tokens,
     )
     thread.drive(engine.turn)
-    limits = limits_of(executor)
+    limits = limits_of(executor, obeys_grammars=grammars is not None)
     intake = Intake(
         thread,
         engine.rooms,
@@ -162,8 +174,17 @@ def assemble(
         wait_seconds=wait_seconds,
         reservation_seconds=reservation_seconds,
     )
-    around = Surroundings(engine=engine, thread=thread, intake=intake, limits=limits)
-    return Replica(Servicer(around), engine, intake, writer)
+    embeddings = EmbeddingsSource(channel, EmbeddingsRoom(), limits.embedding_bytes)
+    around = Surroundings(
+        engine=engine,
+        thread=thread,
+        intake=intake,
+        limits=limits,
+        states=states,
+        grammars=grammars,
+        embeddings=embeddings,
+    )
+    return Replica(Servicer(around), engine, intake, writer, states)
 
 
 async def build(service: Service) -> None:
@@ -176,10 +197,18 @@ async def build(service: Service) -> None:
     service.spawn(thread.run(), "decode engine")
     executor = await thread.call(load_model, settings, service.progress)
     folder = _staging_folder(service)
+    windows = await asyncio.to_thread(open_worker, executor, max_bytes=settings.kv_bytes // 4)
+    if windows is not None:
+        service.on_stop(windows.close)
+        service.metrics.register(WindowStoreCollector(windows.store.counts))
+    grammars = open_grammars(executor, settings.model)
     replica = assemble(
         executor,
         thread,
         DecodeMetrics(service.metrics),
+        channel=service.channel,
+        windows=windows,
+        grammars=grammars,
         replica=service.replica,
         boot_id=service.boot_id,
         max_batch=settings.max_batch,

@@ -42,8 +42,6 @@ def check(request: Request, card: ModelCard) -> None:
         )
     if not request.stop.max_tokens:
         raise InvalidRequest("max_tokens must be at least 1", field="max_tokens")
-    if request.HasField("grammar"):
-        raise InvalidRequest("structured output is not supported", field="response_format")
     if request.images and not card.takes_images:
         raise BadImage(f"model {card.name!r} takes no images: send text only", field="messages")
     text = _text_around_images(request, card.vocab_tokens)

@@ -1,90 +1,31 @@
-"""How do prompts become KV and a first token? One thread owns the executor and the block pool."""
+"""How do prompts become KV and a first token? One thread owns the executor, the block pool and the windows."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kernels.batch import Batch, Row, Sampled, SamplingParams
+from kernels.batch import Batch, Image, Row, Sampled
+from kernels.kv.window import NULL_WINDOW, WindowPool
 from services.chassis.errors import BlocksLost
+from services.prefill.prompt import ChunkDone, EmbeddingsWanted, FirstTokenSampled, HitFound, LastChunkStarted, Prompt
 from services.prefill.sampling import has_penalties
 from services.prefill.scheduler import Chunk, PromptView, next_chunks, step_budget, to_admit
 
 if TYPE_CHECKING:
     from kernels.executor import Executor
     from kernels.kv.pool import BlockPool
+    from kernels.kv.replay import Hit
+    from proto.common_pb2 import ImageRef
+    from services.prefill.states import States
     from services.prefill.writeback import Writeback
 
 _SPEED_MEMORY = 0.9
 """Weight of the past in the measured speed: about the last ten steps count."""
 _MEASURED_TOKENS = 64
 """Shorter steps say little about the speed: most of their time is fixed cost."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadWanted:
-    """The KV store may hold these blocks; the prompt waits until `loading_ended`."""
-
-    keys: tuple[bytes, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class LastChunkStarted:
-    """The rest of the prompt is in the step that starts now."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkDone:
-    """One step's work on this prompt; times in seconds since the Unix epoch."""
-
-    num_tokens: int
-    started: float
-    ended: float
-
-
-@dataclass(frozen=True, slots=True)
-class FirstTokenSampled:
-    """The prompt is computed; its blocks stay until `release`."""
-
-    sampled: Sampled
-    cached_tokens: int
-    computed_tokens: int
-    queue_seconds: float
-    compute_seconds: float
-
-
-Happening = LoadWanted | LastChunkStarted | ChunkDone | FirstTokenSampled
-
-
-@dataclass(slots=True)
-class Prompt:
-    """One prompt in the engine. The upper fields are given; the engine thread alone touches the lower ones."""
-
-    token_ids: Sequence[int]
-    keys: Sequence[bytes]
-    """Of its full blocks."""
-    sampling: SamplingParams
-    priority: int
-    stored_blocks: int
-    """Leading blocks that the KV store said it holds; a hint."""
-    listener: Callable[[Happening], None]
-    """Called on the event loop."""
-    submitted: float = field(default_factory=time.monotonic)
-
-    sequence: int = 0
-    block_table: list[int] = field(default_factory=list)
-    computed_tokens: int = 0
-    """Leading tokens whose KV is in the blocks."""
-    cached_tokens: int = 0
-    """Those of them that were found, not computed."""
-    is_loading: bool = False
-    first_chunk: float = 0.0
-
-    @property
-    def remaining_tokens(self) -> int:
-        return len(self.token_ids) - self.computed_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,15 +59,18 @@ class PrefillEngine:
         chunk_tokens: int,
         tell: Callable[..., None],
         writeback: Writeback,
+        states: States,
         on_step: Callable[[float], None],
     ) -> None:
         """tell: runs a callable with arguments on the event loop.  on_step: is told each step's seconds."""
         self._executor = executor
         self._pool = pool
+        self._windows = WindowPool(executor.num_windows)
         self._block_tokens = pool.block_tokens
         self._chunk_tokens = chunk_tokens
         self._tell = tell
         self._writeback = writeback
+        self._states = states
         self._on_step = on_step
         self._prompts: dict[int, Prompt] = {}
         self._num_submits = 0
@@ -147,7 +91,10 @@ class PrefillEngine:
 
     def _plan(self) -> list[Chunk]:
         views = [self._view(prompt) for prompt in self._prompts.values()]
-        for sequence in to_admit(views, free_blocks=self._pool.free_blocks):
+        free_windows = self._executor.num_windows - 1 - self._windows.used_windows
+        if not self._executor.num_windows:  # nobody needs one
+            free_windows = len(views)
+        for sequence in to_admit(views, free_blocks=self._pool.free_blocks, free_windows=free_windows):
             self._admit(self._prompts[sequence])
         views = [self._view(prompt) for prompt in self._prompts.values()]
         speed = self.load.tokens_per_second
@@ -162,18 +109,7 @@ class PrefillEngine:
             is_last = chunk.num_tokens == prompt.remaining_tokens
             if is_last:
                 self._tell(prompt.listener, LastChunkStarted())
-            start = prompt.computed_tokens
-            rows.append(
-                Row(
-                    sequence=prompt.sequence,
-                    token_ids=prompt.token_ids[start : start + chunk.num_tokens],
-                    position=start,
-                    block_table=prompt.block_table,
-                    sampling=prompt.sampling if is_last else None,
-                    history=prompt.token_ids if is_last and has_penalties(prompt.sampling) else (),
-                    num_prompt_tokens=len(prompt.token_ids),
-                )
-            )
+            rows.append(self._row(prompt, chunk.num_tokens, is_last=is_last))
         return Batch(rows=tuple(rows))
 
     def _publish(self, chunks: Sequence[Chunk], sampled: Sequence[Sampled], started: float, ended: float) -> None:
@@ -189,6 +125,9 @@ class PrefillEngine:
         for prompt, blocks in full:
             for block in blocks:
                 self._writeback.offer(prompt.keys[block], prompt.block_table[block])
+            if prompt.computed_tokens in prompt.stops:
+                last = prompt.computed_tokens // self._block_tokens - 1
+                self._states.keep(prompt.keys[last], prompt.computed_tokens, prompt.window)
         self._take_stock(sum(chunk.num_tokens for chunk in chunks), ended - started)
 
     # Jobs, run between two turns.
@@ -197,21 +136,45 @@ class PrefillEngine:
         """Queue a prompt whose blocks fit the pool."""
         self._num_submits += 1
         prompt.sequence = self._num_submits
+        prompt.reusable_blocks = self._states.most_blocks(len(prompt.token_ids))
         self._prompts[prompt.sequence] = prompt
 
     def loaded(self, prompt: Prompt, payloads: Sequence[bytes]) -> None:
-        """Put verified blocks that follow what is there into the pool; ignored once the prompt was released."""
+        """Put verified blocks that follow what was found into the pool; ignored once the prompt was released."""
         if prompt.sequence not in self._prompts:
             return
         for payload in payloads:
-            block = prompt.computed_tokens // self._block_tokens
-            self._executor.write_block(prompt.block_table[block], payload)
-            self._advance(prompt, self._block_tokens)
-            prompt.cached_tokens += self._block_tokens
+            block = prompt.block_table[prompt.matched_blocks]
+            self._executor.write_block(block, payload)
+            self._pool.publish(block, prompt.keys[prompt.matched_blocks])
+            prompt.matched_blocks += 1
 
-    def loading_ended(self, prompt: Prompt) -> None:
-        """Compute what was not loaded."""
+    def begin(self, prompt: Prompt, hit: Hit, state: bytes | None) -> None:
+        """Compute what the hit leaves.  state: of the window, as the hit names it.
+
+        Found blocks that the hit does not use are shared and must not be computed into: then the prompt waits again,
+        for blocks of its own.  Ignored once the prompt was released.
+        """
+        if prompt.sequence not in self._prompts:
+            return
         prompt.is_loading = False
+        prompt.known_blocks = max(prompt.known_blocks, prompt.matched_blocks)
+        prompt.reusable_blocks = hit.block_tokens // self._block_tokens
+        if prompt.reusable_blocks < prompt.matched_blocks:
+            self._let_go(prompt)
+            return
+        if state is None:
+            self._executor.reset_window(prompt.window)
+        else:
+            self._executor.write_window(prompt.window, state)
+        prompt.computed_tokens = prompt.cached_tokens = hit.compute_from
+        prompt.replay = hit.replay
+        prompt.stops = self._states.stops(len(prompt.token_ids), prompt.spans, hit)
+        self._ask_for_embeddings(prompt)
+
+    def embedded(self, prompt: Prompt, image: ImageRef, embeddings: bytes | memoryview) -> None:
+        """Take in what `EmbeddingsWanted` asked for."""
+        prompt.images.put(image, embeddings)
 
     def read_blocks(self, prompt: Prompt, blocks: range) -> list[bytes]:
         """Copy blocks of the prompt's table off the device. Raises BlocksLost once the prompt was released."""
@@ -219,15 +182,22 @@ class PrefillEngine:
             raise BlocksLost("the prompt's blocks were released")
         return [self._executor.read_block(prompt.block_table[block]) for block in blocks]
 
+    def read_window(self, prompt: Prompt) -> bytes:
+        """Copy the prompt's window state off the device, b"" without windows. Raises BlocksLost like `read_blocks`."""
+        if prompt.sequence not in self._prompts:
+            raise BlocksLost("the prompt's window was released")
+        return self._executor.read_window(prompt.window)
+
     def release(self, prompt: Prompt) -> None:
         """Forget a prompt, in whatever state it is; its full blocks stay findable. Harmless when repeated."""
         if self._prompts.pop(prompt.sequence, None) is not None:
-            self._pool.release(prompt.block_table)
+            self._let_go(prompt)
 
     # Parts of the beats.
 
     def _view(self, prompt: Prompt) -> PromptView:
         needed = 0 if prompt.block_table else -(-len(prompt.token_ids) // self._block_tokens)
+        num_tokens, computed = len(prompt.token_ids), prompt.computed_tokens
         return PromptView(
             sequence=prompt.sequence,
             priority=prompt.priority,
@@ -235,29 +205,72 @@ class PrefillEngine:
             remaining_tokens=prompt.remaining_tokens,
             needed_blocks=needed,
             is_loading=prompt.is_loading,
+            held_back_tokens=prompt.images.held_back(computed, num_tokens),
+            position=computed,
+            stops=prompt.stops,
+            images=prompt.spans,
+        )
+
+    def _row(self, prompt: Prompt, num_tokens: int, *, is_last: bool) -> Row:
+        start = prompt.computed_tokens
+        end = start + num_tokens
+        return Row(
+            sequence=prompt.sequence,
+            token_ids=prompt.token_ids[start:end],
+            position=start,
+            block_table=prompt.block_table,
+            sampling=prompt.sampling if is_last else None,
+            history=prompt.token_ids if is_last and has_penalties(prompt.sampling) else (),
+            num_prompt_tokens=len(prompt.token_ids),
+            allowed_mask=prompt.allowed_mask if is_last else None,
+            window=prompt.window,
+            preceding=prompt.token_ids[max(start - self._executor.preceding_tokens, 0) : start],
+            images=tuple(Image(i.position, i.num_tokens, i.embeddings) for i in prompt.images.within(start, end)),
+            replay=prompt.replay,
         )
 
     def _admit(self, prompt: Prompt) -> None:
-        """Give the prompt its blocks: those found in the pool, and new ones for the rest."""
-        # The last prompt token is always computed, even on a full hit: sampling needs its logits.
-        reusable = (len(prompt.token_ids) - 1) // self._block_tokens
-        found = self._pool.acquire(prompt.keys[:reusable])
-        needed = -(-len(prompt.token_ids) // self._block_tokens)
+        """Give the prompt a window and its blocks: those found in the pool, and new ones for the rest."""
+        num_tokens = len(prompt.token_ids)
+        num_found = self._pool.match(prompt.keys[: prompt.reusable_blocks])
+        wanted = tuple(prompt.keys[num_found : min(prompt.stored_blocks, prompt.reusable_blocks)])
+        hit = None
+        if not wanted and not (num_found and self._states.worker is not None):
+            hit = self._states.plan(num_tokens, num_found)
+            prompt.known_blocks = max(prompt.known_blocks, num_found)
+            num_found = hit.block_tokens // self._block_tokens
+        found = self._pool.acquire(prompt.keys[:num_found])
+        needed = -(-num_tokens // self._block_tokens)
         prompt.block_table = found + self._pool.allocate(needed - len(found))
-        prompt.computed_tokens = prompt.cached_tokens = len(found) * self._block_tokens
-        wanted = tuple(prompt.keys[len(found) : min(prompt.stored_blocks, reusable)])
-        if wanted:
+        prompt.window = self._windows.allocate()
+        prompt.matched_blocks = num_found
+        if hit is not None:
+            self.begin(prompt, hit, None)
+        else:
             prompt.is_loading = True
-            self._tell(prompt.listener, LoadWanted(wanted))
+            self._tell(prompt.listener, HitFound(num_found, wanted))
+
+    def _let_go(self, prompt: Prompt) -> None:
+        self._pool.release(prompt.block_table)
+        self._windows.release(prompt.window)
+        prompt.block_table, prompt.window = [], NULL_WINDOW
 
     def _advance(self, prompt: Prompt, num_tokens: int) -> range:
-        """Count computed tokens and name the blocks they filled; return those blocks' places in the table."""
+        """Count computed tokens and name the blocks they filled; return the places in the table of those to write.
+
+        Tokens below the hit were computed for their windows' sake: their blocks are there already.
+        """
         before = prompt.computed_tokens // self._block_tokens
         prompt.computed_tokens += num_tokens
-        full = range(before, prompt.computed_tokens // self._block_tokens)
-        for block in full:
+        self._ask_for_embeddings(prompt)
+        end = prompt.computed_tokens // self._block_tokens
+        for block in range(max(before, prompt.reusable_blocks), end):
             self._pool.publish(prompt.block_table[block], prompt.keys[block])
-        return full
+        return range(max(before, prompt.known_blocks), end)
+
+    def _ask_for_embeddings(self, prompt: Prompt) -> None:
+        if prompt.images.move_to(prompt.computed_tokens):
+            self._tell(prompt.listener, EmbeddingsWanted(prompt.images.current))
 
     def _first_token(self, prompt: Prompt, sampled: Sampled) -> FirstTokenSampled:
         now = time.monotonic()

@@ -19,7 +19,7 @@ from proto.prefill_pb2 import FirstToken
 
 if TYPE_CHECKING:
     from kernels.batch import Sampled
-    from services.prefill.engine import FirstTokenSampled
+    from services.prefill.prompt import FirstTokenSampled
 
 
 def first_token_event(request: Request, first: FirstTokenSampled, answer_tokens: int) -> FirstToken:

@@ -8,25 +8,38 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from proto.common_pb2 import FINISH_REASON_UNSPECIFIED, Request
+from proto.common_pb2 import FINISH_REASON_UNSPECIFIED, ImageRef, Request
 from proto.prefill_pb2 import HandoffDone, PrefillDeliver, PrefillEvent, PrefillSubmit
 from proto.prefill_pb2 import LastChunkStarted as LastChunkStartedEvent
 from services.chassis import names
-from services.chassis.block_keys import block_keys
+from services.chassis.block_keys import block_keys, image_extras
+from services.chassis.embeddings import EmbeddingsFetch, EmbeddingsSource, ImageFeed
 from services.chassis.errors import DeadlinePassed, InternalError, to_stream_error
 from services.chassis.telemetry import bind_request, current_traceparent, is_sampled, record_span, span
 from services.prefill.admission import Limits, answer_tokens, check_request
-from services.prefill.engine import ChunkDone, FirstTokenSampled, Happening, LastChunkStarted, LoadWanted, Prompt
 from services.prefill.first_token import first_token_event
+from services.prefill.grammar import first_mask
 from services.prefill.handoff import Cargo, Delivered, Handoff
 from services.prefill.loading import allowed_seconds, load_hit
+from services.prefill.prompt import (
+    ChunkDone,
+    EmbeddingsWanted,
+    FirstTokenSampled,
+    Happening,
+    HitFound,
+    LastChunkStarted,
+    Prompt,
+)
 from services.prefill.sampling import sampling_params
+from services.prefill.scheduler import Span
 
 if TYPE_CHECKING:
     import grpc.aio
 
+    from kernels.grammar import GrammarFactory
     from services.chassis.engine_thread import EngineThread
     from services.prefill.engine import PrefillEngine
+    from services.prefill.states import States
 
 DELIVER_SECONDS = 10.0
 """Longest wait for the decode replica's address after the first token; the blocks are held meanwhile."""
@@ -41,6 +54,9 @@ class Surroundings:
     engine: PrefillEngine
     thread: EngineThread
     limits: Limits
+    states: States
+    grammars: GrammarFactory | None
+    embeddings: EmbeddingsSource
     channel: Callable[[str], grpc.aio.Channel]
     """The cached channel to an address."""
     kvstore: grpc.aio.Channel | None
@@ -57,7 +73,7 @@ class PromptFlow:
         self._hit_tokens = submit.hit_tokens
         self._around = around
         self._send = send
-        self._happenings: asyncio.Queue[Happening] = asyncio.Queue()
+        self._happenings: asyncio.Queue[Happening | Exception] = asyncio.Queue()
         self._traceparent = ""
         self._cargo: Cargo | None = None
         self._handoff: asyncio.Future[Handoff] = asyncio.get_running_loop().create_future()
@@ -97,11 +113,12 @@ class PromptFlow:
 
     async def _serve(self) -> None:
         check_request(self._request, self._around.limits)
-        prompt = self._prompt()
+        prompt = self._prompt(await self._allowed())
         self._around.thread.post(self._around.engine.submit, prompt)
         is_delivered = False
+        fetch = self._fetch(prompt)
         try:
-            first = await self._computed(prompt)
+            first = await self._computed(prompt, fetch)
             if first.sampled.problem is not None:
                 raise InternalError(f"no token could be sampled: {first.sampled.problem}")
             event = first_token_event(self._request, first, answer_tokens(self._request, self._around.limits))
@@ -110,58 +127,95 @@ class PromptFlow:
                 await self._hand_off(prompt, first)
                 is_delivered = True
         finally:
+            fetch.close()
             self._around.thread.post(self._around.engine.release, prompt)
             if self._delivering is not None:
                 self._delivering.cancel()
             if self._handoff.done() and not is_delivered:
                 self._handoff.result().abandon("the request ended on the prefill side")
 
-    def _prompt(self) -> Prompt:
+    async def _allowed(self) -> bytes | None:
+        """Return the mask of the first token, None when it is free."""
+        if not self._request.HasField("grammar"):
+            return None
+        assert self._around.grammars is not None, "admission refuses grammars where none are obeyed"
+        return await first_mask(self._around.grammars, self._request.grammar)
+
+    def _prompt(self, allowed_mask: bytes | None) -> Prompt:
         request = self._request
         block_tokens = self._around.limits.block_tokens
         token_ids = tuple(request.prompt_token_ids)
+        extra = image_extras(request.images, block_tokens=block_tokens)
         return Prompt(
             token_ids=token_ids,
-            keys=block_keys(request.key_root, token_ids, block_tokens=block_tokens),
+            keys=block_keys(request.key_root, token_ids, block_tokens=block_tokens, extra=extra),
             sampling=sampling_params(request.sampling),
             priority=request.priority,
             stored_blocks=self._hit_tokens // block_tokens if self._around.kvstore is not None else 0,
             listener=self._happenings.put_nowait,
+            allowed_mask=allowed_mask,
+            images=ImageFeed(request.images),
+            spans=tuple(Span(image.position, image.position + image.num_tokens) for image in request.images),
         )
 
-    async def _computed(self, prompt: Prompt) -> FirstTokenSampled:
+    def _fetch(self, prompt: Prompt) -> EmbeddingsFetch:
+        around = self._around
+
+        def deliver(image: ImageRef, embeddings: memoryview) -> None:
+            around.thread.post(around.engine.embedded, prompt, image, embeddings)
+
+        return EmbeddingsFetch(self._request, around.embeddings, deliver=deliver, on_error=self._happenings.put_nowait)
+
+    async def _computed(self, prompt: Prompt, fetch: EmbeddingsFetch) -> FirstTokenSampled:
         """Follow the engine until the first token is there."""
         while True:
             happening = await self._happenings.get()
             match happening:
-                case LoadWanted():
-                    await self._load(prompt, happening)
+                case HitFound():
+                    await self._begin(prompt, happening)
+                case EmbeddingsWanted():
+                    fetch.want(happening.image)
                 case LastChunkStarted():
                     self._announce(prompt)
                 case ChunkDone():
                     self._record_chunk(happening)
                 case FirstTokenSampled():
                     return happening
+                case Exception():
+                    raise happening
 
-    async def _load(self, prompt: Prompt, wanted: LoadWanted) -> None:
+    async def _begin(self, prompt: Prompt, found: HitFound) -> None:
+        """Fetch what the hit consists of: blocks from the KV store, a window state from this host."""
+        around, num_tokens = self._around, len(prompt.token_ids)
+        matched = found.num_found + len(found.wanted)
+        hit, state = await around.states.find_start(prompt.keys[:matched], num_tokens)
+        if found.wanted and hit.block_tokens:  # else even with all of them nothing could be reused
+            num_loaded = await self._load(prompt, found.wanted)
+            if num_loaded < len(found.wanted):
+                matched = found.num_found + num_loaded
+                hit, state = await around.states.find_start(prompt.keys[:matched], num_tokens)
+        around.thread.post(around.engine.begin, prompt, hit, state)
+
+    async def _load(self, prompt: Prompt, wanted: tuple[bytes, ...]) -> int:
+        """Load blocks from the KV store into the pool; return how many came."""
         around, limits = self._around, self._around.limits
         assert around.kvstore is not None, "without a store no block is said to be stored"
         seconds = allowed_seconds(
-            len(wanted.keys) * limits.block_tokens,
+            len(wanted) * limits.block_tokens,
             tokens_per_second=around.engine.load.tokens_per_second,
             seconds_left=self._request.deadline_unix_seconds - time.time(),
         )
         with span("prefill.load_hit") as hop:
             num_loaded = await load_hit(
                 around.kvstore,
-                wanted.keys,
+                wanted,
                 lambda payloads: around.thread.call(around.engine.loaded, prompt, payloads),
                 fingerprint=limits.fingerprint,
                 block_bytes=limits.block_bytes,
                 timeout_seconds=seconds,
             )
             hop.set_attribute(names.BLOCKS, num_loaded)
-        around.thread.post(around.engine.loading_ended, prompt)
+        return num_loaded
 
     def _announce(self, prompt: Prompt) -> None:
         """Ask for a decode replica, unless the answer can have only one token."""
@@ -175,6 +229,7 @@ class PromptFlow:
             kv_tokens=len(prompt.token_ids),
             num_blocks=-(-len(prompt.token_ids) // limits.block_tokens),
             block_bytes=limits.block_bytes,
+            window_bytes=limits.window_bytes,
         )
         self._emit(last_chunk_started=LastChunkStartedEvent(kv_tokens=len(prompt.token_ids)))
 
@@ -200,6 +255,7 @@ class PromptFlow:
                 raise DeadlinePassed(f"nobody said within {around.deliver_seconds:g} s where the KV goes") from None
             delivery = handoff.deliver(
                 lambda blocks: around.thread.call(around.engine.read_blocks, prompt, blocks),
+                lambda: around.thread.call(around.engine.read_window, prompt),
                 first_token_id=first.sampled.token_id,
                 cached_tokens=first.cached_tokens,
             )

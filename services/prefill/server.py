@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from proto.prefill_pb2 import (
     PrefillSubmit,
 )
 from proto.prefill_pb2_grpc import PrefillServicer, add_PrefillServicer_to_server
+from services.chassis.embeddings import EmbeddingsRoom, EmbeddingsSource
 from services.chassis.engine_thread import EngineThread
 from services.chassis.errors import FathomError, NoReplica, Overloaded, to_stream_error
 from services.chassis.kvstore_client import BlockWriter
@@ -27,14 +29,17 @@ from services.chassis.service import Service
 from services.prefill.config import PrefillSettings
 from services.prefill.engine import Load, PrefillEngine
 from services.prefill.flow import DELIVER_SECONDS, PromptFlow, Surroundings
-from services.prefill.metrics import LoadCollector, PrefillMetrics
-from services.prefill.model import card_of, limits_of, load_model
+from services.prefill.metrics import LoadCollector, PrefillMetrics, WindowStoreCollector
+from services.prefill.model import card_of, limits_of, load_model, open_grammars
+from services.prefill.states import States, open_worker
 from services.prefill.writeback import Writeback
 
 if TYPE_CHECKING:
     import grpc.aio
 
     from kernels.executor import Executor
+    from kernels.grammar import GrammarFactory
+    from services.chassis.window_store import WindowWorker
 
 MAX_PROMPTS = 256
 """Prompts here at once. A longer queue would outlive its callers' patience."""
@@ -116,6 +121,7 @@ class Replica:
     servicer: Servicer
     engine: PrefillEngine
     writer: BlockWriter | None
+    states: States
 
 
 def assemble(
@@ -126,33 +132,44 @@ def assemble(
     chunk_tokens: int,
     channel: Callable[[str], grpc.aio.Channel],
     kvstore: grpc.aio.Channel | None = None,
+    windows: WindowWorker | None = None,
+    grammars: GrammarFactory | None = None,
     deliver_seconds: float = DELIVER_SECONDS,
 ) -> Replica:
-    """Put engine and servicer together around a loaded model; the thread drives the engine from here on."""
+    """Put engine and servicer together around a loaded model; the thread drives the engine from here on.
+
+    windows: the host's saved window states; None keeps and finds none.  grammars: None obeys none.
+    """
     writer = None
     if kvstore is not None:
         on_drop: Callable[[int], None] = metrics.kv_write_drops.inc
         fingerprint = executor.fingerprint
         writer = BlockWriter(kvstore, fingerprint=fingerprint, max_bytes=WRITEBACK_BYTES, on_drop=on_drop)
+    states = States(executor, windows)
     engine = PrefillEngine(
         executor,
         BlockPool(executor.num_blocks, executor.layout.block_tokens),
         chunk_tokens=chunk_tokens,
         tell=thread.tell,
         writeback=Writeback(executor, writer),
+        states=states,
         on_step=metrics.step_seconds.observe,
     )
     thread.drive(engine.turn)
+    limits = limits_of(executor, obeys_grammars=grammars is not None)
     around = Surroundings(
         engine=engine,
         thread=thread,
-        limits=limits_of(executor),
+        limits=limits,
+        states=states,
+        grammars=grammars,
+        embeddings=EmbeddingsSource(channel, EmbeddingsRoom(), limits.embedding_bytes),
         channel=channel,
         kvstore=kvstore,
         on_handoff=metrics.count_handoff,
         deliver_seconds=deliver_seconds,
     )
-    return Replica(Servicer(around), engine, writer)
+    return Replica(Servicer(around), engine, writer, states)
 
 
 async def build(service: Service) -> None:
@@ -164,10 +181,17 @@ async def build(service: Service) -> None:
     service.on_stop(thread.stop)
     service.spawn(thread.run(), "prefill engine")
     executor = await thread.call(load_model, settings, service.progress)
+    windows = await asyncio.to_thread(open_worker, executor, max_bytes=settings.kv_bytes // 4)
+    if windows is not None:
+        service.on_stop(windows.close)
+        service.metrics.register(WindowStoreCollector(windows.store.counts))
+    grammars = open_grammars(executor, settings.model)
     replica = assemble(
         executor,
         thread,
         PrefillMetrics(service.metrics),
+        windows=windows,
+        grammars=grammars,
         chunk_tokens=settings.chunk_tokens,
         channel=service.channel,
         kvstore=service.channel(settings.kvstore_address, "kvstore") if settings.kvstore_address else None,

@@ -134,7 +134,8 @@ class V41Planner:
         firsts = [0] * len(rows)
         encoder = self._half(rows, tables, firsts, lambda row: row.replay.window_from, store_from=lambda _: 0)
         decoder, kept = encoder, None
-        if any(row.replay.keep_from for row in rows):
+        has_decoder = self._config.num_encoder_layers < self._config.num_layers
+        if has_decoder and any(row.replay.keep_from for row in rows):
             firsts = [_first_kept(row) for row in rows]
             decoder = self._half(
                 rows,

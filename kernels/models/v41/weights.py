@@ -36,7 +36,8 @@ class V41Weights:
     ) -> None:
         """compressed_ids: [tokenizer's vocabulary] int64.  Raises NotInvariant."""
         self.config, self.numerics, self.device = config, numerics, device
-        self.compressed_ids = compressed_ids.to(device)
+        # Ids from vocab_size on name images, whatever a tokenizer may have there.
+        self.compressed_ids = compressed_ids[: config.vocab_size].to(device)
         self.ropes = _ropes(config, device)
         self._attention_bits = _prove_attention(config, device)
         self.packer = Packer(kernel, device)

@@ -1,6 +1,7 @@
 """Where do window states wait for the next prompt that begins the same?"""
 
 import asyncio
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -192,6 +193,17 @@ def test_states_outlive_the_replicas(open_store, tmp_path):
 
     assert payload(1) == open_store().load(key(1), 32)
     assert [one.folder] == folders(tmp_path)
+
+
+def test_a_removed_folder_is_made_again(open_store):
+    """Whoever cleans up shared memory takes the states, not the store."""
+    store = open_store()
+    store.save(key(1), 32, payload(1))
+    shutil.rmtree(store.folder)
+    assert store.load(key(1), 32) is None
+    assert store.save(key(2), 32, payload(2))
+
+    assert payload(2) == open_store().load(key(2), 32)
 
 
 @pytest.mark.parametrize("fingerprint", [b"f" * 32, b"g" * 32])

@@ -11,34 +11,40 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from kernels.batch import Batch, Row
+from kernels.batch import Batch, Image, Row
 from kernels.executor import Executor
-from proto.common_pb2 import Cancel, Heartbeat, Request, SamplingParams, StopRules, TokenEvent, TokenFrame
+from kernels.grammar import Matcher
+from proto.common_pb2 import Cancel, Heartbeat, Request, SamplingParams, StopRules, Ticket, TokenEvent, TokenFrame
 from proto.decode_pb2 import CommitRequest, DecodeCommand, DecodeSubmit, ReserveReply, ReserveRequest
 from proto.decode_pb2_grpc import DecodeStub, add_DecodeServicer_to_server
-from services.chassis.block_keys import block_keys
+from services.chassis.block_keys import block_keys, image_extras
 from services.chassis.channel import open_channel
 from services.chassis.engine_thread import EngineThread
 from services.chassis.handoff import block_crc32, chunks_of, fill_staging
 from services.chassis.kvstore_client import BlockWriter
 from services.chassis.streams import PeerStream
 from services.chassis.testing import serve
+from services.chassis.window_store import WindowWorker
 from services.decode.metrics import DecodeMetrics
+from services.decode.model import replay_of
 from services.decode.sampling import has_penalties, sampling_params
 from services.decode.server import Replica, assemble
+from services.decode.states import open_worker
 from services.decode.tests.tiny_model import write_tiny_model
 
 BLOCK = 16
+NUM_WINDOWS = 6
 ROOT = b"r" * 32
 BOOT = "boot-1"
 
 
 @functools.cache
 def load(folder: Path, num_blocks: int) -> Executor:
-    """Load the tiny model; one executor per pool size is shared by all tests."""
+    """Load a tiny model; one executor per pool size is shared by all tests."""
     if not folder.exists():
         write_tiny_model(folder)
-    return Executor.load(folder, dtype="fp32", num_blocks=num_blocks, block_tokens=BLOCK, threads=1)
+    asked: dict[str, Any] = {"num_blocks": num_blocks, "block_tokens": BLOCK, "num_windows": NUM_WINDOWS}
+    return Executor.load(folder, dtype="fp32", threads=1, replay=replay_of(folder), **asked)
 
 
 def request(name: str, num_tokens: int, *, max_tokens: int = 8, **fields: Any) -> Request:
@@ -48,10 +54,15 @@ def request(name: str, num_tokens: int, *, max_tokens: int = 8, **fields: Any) -
         prompt_token_ids=[(7 * position + sum(name.encode())) % 90 + 3 for position in range(num_tokens)],
         sampling=fields.pop("sampling", SamplingParams(temperature=0.8, top_p=0.95, repetition_penalty=1, seed=7)),
         stop=StopRules(max_tokens=max_tokens, stop_token_ids=fields.pop("stop_token_ids", [])),
-        deadline_unix_seconds=time.time() + fields.pop("seconds", 30),
+        deadline_unix_seconds=time.time() + fields.pop("seconds", 120),
         key_root=ROOT,
         **fields,
     )
+
+
+def keys_of(wanted: Request) -> tuple[bytes, ...]:
+    extra = image_extras(wanted.images, block_tokens=BLOCK)
+    return block_keys(ROOT, wanted.prompt_token_ids, block_tokens=BLOCK, extra=extra)
 
 
 @dataclass(frozen=True)
@@ -60,6 +71,7 @@ class Computed:
 
     blocks: tuple[bytes, ...]
     first_token_id: int
+    window: bytes
 
 
 class Source:
@@ -68,32 +80,60 @@ class Source:
     def __init__(self, folder: Path) -> None:
         self.executor = load(folder, 42)  # not the replica's: their caches must not mix
 
-    def prompt(self, wanted: Request) -> Computed:
+    def prompt(self, wanted: Request, images: tuple[Image, ...] = (), allowed: bytes | None = None) -> Computed:
         tokens = list(wanted.prompt_token_ids)
         table = list(range(1, 2 + len(tokens) // BLOCK))
-        token = self._sample(wanted, tokens, 0, table)
+        token = self._sample(wanted, tokens, 0, table, images, allowed)
         num_blocks = -(-len(tokens) // BLOCK)
-        return Computed(tuple(self.executor.read_block(block) for block in table[:num_blocks]), token)
+        blocks = tuple(self.executor.read_block(block) for block in table[:num_blocks])
+        return Computed(blocks, token, self.executor.read_window(self._window))
 
-    def answer(self, wanted: Request) -> list[int]:
+    def answer(self, wanted: Request, images: tuple[Image, ...] = (), matcher: Matcher | None = None) -> list[int]:
         """All tokens of the answer: computed alone, in one process."""
         tokens = list(wanted.prompt_token_ids)
         table = list(range(1, 40))
         end = len(tokens) + wanted.stop.max_tokens
         start = 0
         while len(tokens) < end:
-            token = self._sample(wanted, tokens, start, table)
+            allowed = matcher.mask() if matcher is not None else None
+            token = self._sample(wanted, tokens, start, table, () if start else images, allowed)
             start = len(tokens)
             tokens.append(token)
-            if token in wanted.stop.stop_token_ids:
+            if matcher is not None:
+                matcher.accept(token)
+            if token in wanted.stop.stop_token_ids or (matcher is not None and matcher.is_finished):
                 break
         return tokens[len(wanted.prompt_token_ids) :]
 
-    def _sample(self, wanted: Request, tokens: list[int], start: int, table: list[int]) -> int:
+    @property
+    def _window(self) -> int:
+        return min(1, self.executor.num_windows)
+
+    def _sample(
+        self,
+        wanted: Request,
+        tokens: list[int],
+        start: int,
+        table: list[int],
+        images: tuple[Image, ...],
+        allowed: bytes | None,
+    ) -> int:
+        if start == 0:
+            self.executor.reset_window(self._window)
         sampling = sampling_params(wanted.sampling)
-        history = list(tokens) if has_penalties(sampling) else ()
-        num_prompt_tokens = len(wanted.prompt_token_ids)
-        row = Row(0, tokens[start:], start, table, sampling, history, num_prompt_tokens)
+        row = Row(
+            sequence=0,
+            token_ids=tokens[start:],
+            position=start,
+            block_table=table,
+            sampling=sampling,
+            history=list(tokens) if has_penalties(sampling) else (),
+            num_prompt_tokens=len(wanted.prompt_token_ids),
+            allowed_mask=allowed,
+            window=self._window,
+            preceding=tokens[max(start - self.executor.preceding_tokens, 0) : start],
+            images=images,
+        )
         return self.executor.collect(self.executor.launch(Batch((row,))))[0].token_id
 
 
@@ -107,6 +147,11 @@ class Rig:
     source: Source
     fingerprint: bytes
     address: str
+
+    @property
+    def states(self) -> WindowWorker:
+        assert self.replica.states.worker is not None, "the replica was given a folder for states"
+        return self.replica.states.worker
 
     @property
     def writer(self) -> BlockWriter:
@@ -129,72 +174,96 @@ class Rig:
             "request_id": wanted.request_id,
             "fingerprint": self.fingerprint,
             "boot_id": BOOT,
-            "block_keys": block_keys(ROOT, tokens, block_tokens=BLOCK),
+            "block_keys": keys_of(wanted),
+            "window_bytes": self.source.executor.layout.window_bytes,
             "kv_tokens": len(tokens),
             "deadline_unix_seconds": wanted.deadline_unix_seconds,
         }
         reply: ReserveReply = await self.stub.Reserve(ReserveRequest(**(asked | changes)), timeout=20)
         return reply
 
-    async def push(self, reply: ReserveReply, blocks: tuple[bytes, ...]) -> list[int]:
-        """Send the missing blocks the way the reservation says; return their checksums."""
+    async def push(self, reply: ReserveReply, blocks: tuple[bytes, ...], window: bytes = b"") -> list[int]:
+        """Send the missing blocks and the window the way the reservation says; return the blocks' checksums."""
         missing = blocks[reply.present_blocks :]
+        crcs = [block_crc32(block) for block in missing]
         if reply.shm_path:
             return fill_staging(
                 reply.shm_path,
                 nonce=reply.ticket.nonce,
                 num_blocks=len(missing),
-                block_bytes=len(missing[0]),
+                block_bytes=self.source.executor.layout.block_bytes,
                 first_block=0,
                 payloads=missing,
-            )
-        if missing:
-            await self.stub.Push(self._chunks(reply, missing), timeout=20)
-        return [block_crc32(block) for block in missing]
+                window_bytes=len(window),
+                window=window,
+            )[: len(crcs)]
+        if missing or window:
+            await self.stub.Push(self._chunks(reply, missing, window), timeout=20)
+        return crcs
 
-    def _chunks(self, reply: ReserveReply, missing: tuple[bytes, ...]) -> Any:
+    def _chunks(self, reply: ReserveReply, missing: tuple[bytes, ...], window: bytes) -> Any:
+        ticket: Ticket | None = reply.ticket
         for index, block in enumerate(missing, start=reply.present_blocks):
-            ticket = reply.ticket if index == reply.present_blocks else None
             yield from chunks_of(block, block_index=index, ticket=ticket)
+            ticket = None
+        yield from chunks_of(window, ticket=ticket, is_window=True)
 
-    async def commit(self, wanted: Request, reply: ReserveReply, crcs: list[int], first_token_id: int) -> None:
+    async def commit(
+        self, wanted: Request, reply: ReserveReply, crcs: list[int], first_token_id: int, window_crc32: int = 0
+    ) -> None:
         commit = CommitRequest(
             ticket=reply.ticket,
             block_crc32=crcs,
             kv_tokens=len(wanted.prompt_token_ids),
             first_token_id=first_token_id,
+            window_crc32=window_crc32,
         )
         await self.stub.Commit(commit, timeout=20)
 
-    async def hand_over(self, wanted: Request) -> Computed:
-        """Do all that prefill does."""
-        computed = self.source.prompt(wanted)
+    async def hand_over(
+        self, wanted: Request, images: tuple[Image, ...] = (), allowed: bytes | None = None
+    ) -> Computed:
+        """Do all that prefill does.  allowed: mask of the first token."""
+        computed = self.source.prompt(wanted, images, allowed)
         reply = await self.reserve(wanted)
-        crcs = await self.push(reply, computed.blocks)
-        await self.commit(wanted, reply, crcs, computed.first_token_id)
+        crcs = await self.push(reply, computed.blocks, computed.window)
+        window_crc32 = block_crc32(computed.window) if computed.window else 0
+        await self.commit(wanted, reply, crcs, computed.first_token_id, window_crc32)
         return computed
 
-    async def answer(self, wanted: Request) -> list[int]:
+    async def answer(self, wanted: Request, images: tuple[Image, ...] = ()) -> list[int]:
         """Submit, hand over, and return the whole answer."""
         events = await self.submit(wanted)
-        computed = await self.hand_over(wanted)
-        return [computed.first_token_id, *tokens_of(await collect(events))]
+        computed = await self.hand_over(wanted, images)
+        found = await collect(events)
+        assert not found[-1].HasField("error"), found[-1].error
+        return [computed.first_token_id, *tokens_of(found)]
 
     async def idle(self) -> None:
         """Wait until nobody holds a block."""
         await until(lambda: not (self.replica.engine.load.used_blocks or self.replica.engine.load.queued_sequences))
         assert 0 == self.replica.intake.num_open
+        assert 0 == self.replica.engine._windows.used_windows
 
 
 @asynccontextmanager
 async def decode_replica(
-    folder: Path, *, num_blocks: int = 41, shm: Path | None = None, **options: Any
+    folder: Path, *, num_blocks: int = 41, shm: Path | None = None, states: Path | None = None, **options: Any
 ) -> AsyncIterator[Rig]:
-    """Run a replica in this process. num_blocks counts the null block."""
+    """Run a replica in this process. num_blocks counts the null block; states: where the window store is, if any."""
     thread = EngineThread("decode engine")
     thread.start()
     executor = load(folder, num_blocks)
-    asked: dict[str, Any] = {"replica": "decode-0", "boot_id": BOOT, "max_batch": 8, "folder": shm} | options
+    channels: dict[str, Any] = {}
+
+    def channel_to(address: str) -> Any:
+        if address not in channels:
+            channels[address] = open_channel(address, peer="vision")
+        return channels[address]
+
+    asked: dict[str, Any] = {"replica": "decode-0", "boot_id": BOOT, "max_batch": 8, "folder": shm}
+    worker = open_worker(executor, max_bytes=1 << 22, root=states) if states is not None else None
+    asked |= {"channel": channel_to, "windows": worker} | options
     replica = assemble(executor, thread, DecodeMetrics(CollectorRegistry()), **asked)
     async with serve(lambda server: add_DecodeServicer_to_server(replica.servicer, server)) as address:
         channel = open_channel(address, peer="decode")
@@ -207,8 +276,11 @@ async def decode_replica(
         finally:
             await stream.close()
             replica.intake.close()
-            await channel.close()
+            for each in (channel, *channels.values()):
+                await each.close()
     await thread.stop()
+    if worker is not None:
+        await worker.close()
 
 
 def _events(frame: TokenFrame) -> list[tuple[str, TokenEvent]]:
@@ -216,9 +288,9 @@ def _events(frame: TokenFrame) -> list[tuple[str, TokenEvent]]:
 
 
 async def collect(events: Any) -> list[TokenEvent]:
-    """Return a request's events up to the last; fail after ten seconds."""
+    """Return a request's events up to the last; fail after a minute."""
     found = []
-    async with asyncio.timeout(10), events:
+    async with asyncio.timeout(60), events:
         async for event in events:
             found.append(event)
             if event.finish_reason:

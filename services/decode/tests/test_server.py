@@ -1,17 +1,23 @@
 """Does the whole service start, describe itself, trace and stop?"""
 
 import asyncio
+from functools import partial
 from typing import Any
 
+import pytest
 from prometheus_client import generate_latest
 
+from kernels.tests.golden_files import tiny_v41
 from proto.decode_pb2 import GetDecodeLoadRequest
 from proto.decode_pb2_grpc import DecodeStub
 from services.chassis import telemetry
 from services.chassis.handoff import SHM_ROOT
 from services.chassis.testing import OtlpReceiver, running
+from services.chassis.window_store import folders
 from services.decode.config import DecodeSettings
+from services.decode.model import card_of, replay_of
 from services.decode.server import build
+from services.decode.states import open_worker
 from services.decode.tests.rig import collect, decode_replica, load, request
 
 
@@ -31,6 +37,31 @@ async def test_the_service_starts_serves_and_stops(folder):
         assert f"fathom_decode_free_blocks {float(load_now.total_blocks)}" in page
         assert "fathom_decode_preemptions_total 0.0" in page
     assert not shared.exists()
+
+
+@pytest.mark.slow
+async def test_the_window_stores_counts_are_in_the_metrics(tmp_path, monkeypatch):
+    """Of a model with windows; its states lie in a private folder."""
+    monkeypatch.setattr("services.decode.server.open_worker", partial(open_worker, root=tmp_path))
+    settings = DecodeSettings(
+        model=tiny_v41(), dtype="fp32", threads=1, kv_bytes=1 << 20, nats_url="nats://127.0.0.1:1"
+    )
+    async with running(settings, build) as service:
+        page = generate_latest(service.metrics).decode()
+        assert "fathom_decode_window_hits_total 0.0" in page
+        assert 1 == len(folders(tmp_path))
+
+
+def test_the_card_names_windows_and_images(tmp_path):
+    """By the model; the folder may name a replay mode, and a wrong one is refused by name."""
+    executor = load(tiny_v41(), 41)
+    card = card_of(executor, tiny_v41())
+    (tmp_path / "fathom.json").write_text('{"replay": "some"}', encoding="utf-8")
+
+    assert (16, executor.layout.window_bytes, True) == (card.window_tokens, card.window_bytes, card.takes_images)
+    assert "off" == replay_of(tiny_v41())
+    with pytest.raises(ValueError, match="off, mask, compact"):
+        replay_of(tmp_path)
 
 
 async def test_a_request_is_one_trace(folder):

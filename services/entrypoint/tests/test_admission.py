@@ -4,7 +4,7 @@ import hashlib
 
 import pytest
 
-from proto.common_pb2 import Grammar, ImageRef, LogitBias, ModelCard, Request, SamplingParams, StopRules
+from proto.common_pb2 import ImageRef, LogitBias, ModelCard, Request, SamplingParams, StopRules
 from services.chassis.block_keys import key_root
 from services.chassis.errors import BadImage, InvalidRequest, Overloaded, PromptTooLong
 from services.entrypoint.admission import DEFAULT_SECONDS, admit, admitted, check, tenant_salt
@@ -39,7 +39,6 @@ def test_a_prompt_that_leaves_room_for_one_token_enters(tokens):
         ({"stop": StopRules(max_tokens=0)}, InvalidRequest, "max_tokens"),
         ({"stop": StopRules(max_tokens=1, stop_token_ids=[1000])}, InvalidRequest, "stop"),
         ({"sampling": SamplingParams(logit_bias=[LogitBias(token_id=1000)])}, InvalidRequest, "logit_bias"),
-        ({"grammar": Grammar(kind="llguidance/1")}, InvalidRequest, "response_format"),
         ({"images": [ImageRef(num_tokens=1)]}, BadImage, "messages"),
         ({"prompt_token_ids": [1, 1002, 1001]}, InvalidRequest, "prompt"),
     ],

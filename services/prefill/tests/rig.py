@@ -11,7 +11,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from kernels.batch import Batch, Row
+from kernels.batch import Batch, Image, Row
 from kernels.executor import Executor
 from proto.common_pb2 import Cancel, Heartbeat, Request, SamplingParams, StopRules, Ticket, TokenFrame
 from proto.decode_pb2 import AbortReply, CommitReply, CommitRequest, DecodeLoad, PushReply, ReserveReply, ReserveRequest
@@ -25,22 +25,27 @@ from services.chassis.handoff import Staging, block_crc32, check_chunk
 from services.chassis.kvstore_client import BlockWriter
 from services.chassis.streams import PeerStream
 from services.chassis.testing import serve
+from services.chassis.window_store import WindowWorker
 from services.prefill.metrics import PrefillMetrics
+from services.prefill.model import replay_of
 from services.prefill.sampling import sampling_params
 from services.prefill.server import Replica, assemble
+from services.prefill.states import open_worker
 from services.prefill.tests.tiny_model import write_tiny_model
 
 BLOCK = 16
+NUM_WINDOWS = 6
 ROOT = b"r" * 32
 BOOT = "decode-boot"
 
 
 @functools.cache
 def load(folder: Path, num_blocks: int) -> Executor:
-    """Load the tiny model; one executor per pool size is shared by all tests."""
+    """Load a tiny model; one executor per pool size is shared by all tests."""
     if not folder.exists():
         write_tiny_model(folder)
-    return Executor.load(folder, dtype="fp32", num_blocks=num_blocks, block_tokens=BLOCK, threads=1)
+    asked: dict[str, Any] = {"num_blocks": num_blocks, "block_tokens": BLOCK, "num_windows": NUM_WINDOWS}
+    return Executor.load(folder, dtype="fp32", threads=1, replay=replay_of(folder), **asked)
 
 
 def request(name: str, num_tokens: int, *, max_tokens: int = 8, **fields: Any) -> Request:
@@ -50,7 +55,7 @@ def request(name: str, num_tokens: int, *, max_tokens: int = 8, **fields: Any) -
         prompt_token_ids=[(7 * position + sum(name.encode())) % 90 + 3 for position in range(num_tokens)],
         sampling=fields.pop("sampling", SamplingParams(temperature=0.8, top_p=0.95, repetition_penalty=1, seed=7)),
         stop=StopRules(max_tokens=max_tokens, stop_token_ids=fields.pop("stop_token_ids", [])),
-        deadline_unix_seconds=time.time() + fields.pop("seconds", 30),
+        deadline_unix_seconds=time.time() + fields.pop("seconds", 120),
         key_root=ROOT,
         **fields,
     )
@@ -66,14 +71,21 @@ class Source:
     def __init__(self, folder: Path) -> None:
         self.executor = load(folder, 42)  # not the replica's: their caches must not mix
 
-    def prompt(self, wanted: Request) -> tuple[list[bytes], int]:
+    def prompt(self, wanted: Request, images: tuple[Image, ...] = ()) -> tuple[list[bytes], int]:
         """Return the prompt's blocks and its first token."""
         tokens = list(wanted.prompt_token_ids)
         table = list(range(1, 2 + len(tokens) // BLOCK))
-        row = Row(0, tokens, 0, table, sampling_params(wanted.sampling))
+        sampling = sampling_params(wanted.sampling)
+        window = min(1, self.executor.num_windows)
+        self.executor.reset_window(window)
+        row = Row(0, tokens, 0, table, sampling, history=tokens, window=window, images=images)
         (sampled,) = self.executor.collect(self.executor.launch(Batch((row,))))
         num_blocks = -(-len(tokens) // BLOCK)
         return [self.executor.read_block(block) for block in table[:num_blocks]], sampled.token_id
+
+    def window(self) -> bytes:
+        """Return the window state after the last prompt."""
+        return self.executor.read_window(min(1, self.executor.num_windows))
 
 
 class KeepingDecode(DecodeServicer):
@@ -91,6 +103,8 @@ class KeepingDecode(DecodeServicer):
         self.gate.set()
         self.reserved: dict[int, tuple[ReserveRequest, Staging]] = {}
         self.committed: list[tuple[CommitRequest, list[bytes]]] = []
+        self.windows: list[bytes] = []
+        """Of the committed ones."""
         self.aborted: list[int] = []
 
     async def Reserve(self, request: ReserveRequest, context: Any) -> ReserveReply:
@@ -98,7 +112,8 @@ class KeepingDecode(DecodeServicer):
         epoch = len(self.reserved) + 1
         nonce = bytes([epoch]) * 16
         missing = -(-request.kv_tokens // BLOCK) - self.present
-        staging = Staging(nonce=nonce, num_blocks=missing, block_bytes=self.block_bytes, folder=self.folder)
+        asked: dict[str, Any] = {"block_bytes": self.block_bytes, "window_bytes": request.window_bytes}
+        staging = Staging(nonce=nonce, num_blocks=missing, folder=self.folder, **asked)
         self.reserved[epoch] = request, staging
         ticket = Ticket(boot_id=request.boot_id, epoch=epoch, nonce=nonce, request_id=request.request_id)
         path = self.wrong_path or str(staging.path or "")
@@ -111,7 +126,10 @@ class KeepingDecode(DecodeServicer):
         async for chunk in request_iterator:
             check_chunk(chunk)
             staging = staging or self.reserved[chunk.ticket.epoch][1]
-            staging.write(chunk.block_index - self.present, chunk.offset_bytes, chunk.data)
+            if chunk.is_window:
+                staging.write_window(chunk.offset_bytes, chunk.data)
+            else:
+                staging.write(chunk.block_index - self.present, chunk.offset_bytes, chunk.data)
             num_bytes += len(chunk.data)
         return PushReply(num_bytes=num_bytes)
 
@@ -120,7 +138,10 @@ class KeepingDecode(DecodeServicer):
         staging = self.reserved[request.ticket.epoch][1]
         blocks = [staging.read(block) for block in range(staging.num_blocks)]
         assert list(request.block_crc32) == [block_crc32(block) for block in blocks]
+        window = staging.read_window()
+        assert request.window_crc32 == (block_crc32(window) if window else 0)
         self.committed.append((request, blocks))
+        self.windows.append(window)
         return CommitReply()
 
     async def Abort(self, request: Any, context: Any) -> AbortReply:
@@ -153,6 +174,11 @@ class Rig:
     boot_id: str = BOOT
 
     @property
+    def states(self) -> WindowWorker:
+        assert self.replica.states.worker is not None, "the replica was given a folder for states"
+        return self.replica.states.worker
+
+    @property
     def writer(self) -> BlockWriter:
         assert self.replica.writer is not None, "the replica was given a store"
         return self.replica.writer
@@ -176,7 +202,7 @@ class Rig:
     async def serve(self, wanted: Request, *, hit_tokens: int = 0) -> list[PrefillEvent]:
         """Submit, deliver when asked, and return all events."""
         found = []
-        async with asyncio.timeout(10), await self.submit(wanted, hit_tokens=hit_tokens) as events:
+        async with asyncio.timeout(30), await self.submit(wanted, hit_tokens=hit_tokens) as events:
             async for event in events:
                 found.append(event)
                 if event.HasField("last_chunk_started"):
@@ -189,6 +215,7 @@ class Rig:
         """Wait until nobody holds a block."""
         await until(lambda: not (self.replica.engine.load.used_blocks or self.replica.engine.load.queued_sequences))
         self.replica.engine._pool.check_integrity()
+        assert 0 == self.replica.engine._windows.used_windows
 
 
 def is_last(event: PrefillEvent) -> bool:
@@ -201,9 +228,12 @@ def kinds(events: list[PrefillEvent]) -> list[str]:
 
 @asynccontextmanager
 async def prefill_replica(
-    folder: Path, *, num_blocks: int = 41, shm: Path | None = None, **options: Any
+    folder: Path, *, num_blocks: int = 41, shm: Path | None = None, states: Path | None = None, **options: Any
 ) -> AsyncIterator[Rig]:
-    """Run a replica in this process. num_blocks counts the null block; shm: offered by the decode side."""
+    """Run a replica in this process.
+
+    num_blocks counts the null block; shm: offered by the decode side; states: where the window store is, if any.
+    """
     thread = EngineThread("prefill engine")
     thread.start()
     executor = load(folder, num_blocks)
@@ -214,7 +244,8 @@ async def prefill_replica(
             channels[address] = open_channel(address, peer="decode")
         return channels[address]
 
-    asked: dict[str, Any] = {"chunk_tokens": 24, "channel": channel} | options
+    worker = open_worker(executor, max_bytes=1 << 22, root=states) if states is not None else None
+    asked: dict[str, Any] = {"chunk_tokens": 24, "channel": channel, "windows": worker} | options
     replica = assemble(executor, thread, PrefillMetrics(CollectorRegistry()), **asked)
     writing = asyncio.create_task(replica.writer.run()) if replica.writer is not None else None
     decode = KeepingDecode(shm, executor.layout.block_bytes)
@@ -235,6 +266,8 @@ async def prefill_replica(
     for _, staging in decode.reserved.values():
         staging.close()
     await thread.stop()
+    if worker is not None:
+        await worker.close()
     if writing is not None:
         writing.cancel()
 

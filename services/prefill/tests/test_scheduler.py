@@ -5,7 +5,16 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.prefill.scheduler import Chunk, PromptView, in_order, next_chunks, step_budget, to_admit
+from services.prefill.scheduler import (
+    Chunk,
+    PromptView,
+    Span,
+    in_order,
+    next_chunks,
+    outside_images,
+    step_budget,
+    to_admit,
+)
 
 
 def prompt(sequence, *, remaining=100, needed=0, priority=0, is_loading=False):
@@ -29,7 +38,46 @@ def test_a_loading_prompt_holds_nobody_up():
 
 def test_a_long_prompt_is_not_overtaken_for_ever():
     """The first that does not fit stops the line, though a later one would fit."""
-    assert [] == to_admit([prompt(1, needed=5), prompt(2, needed=1)], free_blocks=4)
+    assert [] == to_admit([prompt(1, needed=5), prompt(2, needed=1)], free_blocks=4, free_windows=9)
+
+
+def test_a_chunk_ends_at_the_next_stop():
+    """A window state is saved there; what the step has left goes to the next prompt."""
+    first = replace(prompt(1), position=30, stops=(16, 30, 48, 64))
+
+    assert [Chunk(1, 18), Chunk(2, 46)] == next_chunks([first, prompt(2)], chunk_tokens=64)
+
+
+def test_tokens_that_wait_for_embeddings_are_held_back():
+    """The text before them is computed; then it is the next prompt's turn."""
+    assert [Chunk(1, 40), Chunk(2, 24)] == next_chunks(
+        [replace(prompt(1), held_back_tokens=60), prompt(2)], chunk_tokens=64
+    )
+    assert [Chunk(2, 64)] == next_chunks([replace(prompt(1), held_back_tokens=100), prompt(2)], chunk_tokens=64)
+
+
+def test_no_chunk_ends_inside_an_image():
+    """It ends before the image; the first in line takes the image it begins with whole, whatever the budget."""
+    before = replace(prompt(1), images=(Span(20, 90),))
+    at = replace(prompt(1, remaining=80), position=20, images=before.images)
+    inside = replace(prompt(1, remaining=60), position=40, images=before.images)
+
+    assert [Chunk(1, 20), Chunk(2, 12)] == next_chunks([before, prompt(2)], chunk_tokens=32)
+    assert [Chunk(1, 70)] == next_chunks([at, prompt(2)], chunk_tokens=32)
+    assert [Chunk(1, 50)] == next_chunks([inside, prompt(2)], chunk_tokens=32)
+    assert [Chunk(2, 10)] == next_chunks([at, prompt(2, remaining=10, priority=1)], chunk_tokens=32)
+    assert [Chunk(2, 10), Chunk(1, 80)] == next_chunks([at, prompt(2, remaining=10, priority=1)], chunk_tokens=99)
+
+
+def test_stops_lie_outside_images():
+    """A boundary inside an image moves before it, over neighbouring images too, and is none when it reaches 0."""
+    images = (Span(4, 12), Span(12, 40), Span(64, 70))
+
+    assert (48, 64) == outside_images((48, 64), images, block_tokens=16)
+    assert (64,) == outside_images((64, 68), images, block_tokens=4)
+    assert (12,) == outside_images((32,), images, block_tokens=4)
+    assert () == outside_images((32,), images, block_tokens=8)
+    assert () == outside_images((32, 16), images, block_tokens=16)
 
 
 def test_no_chunk_before_its_blocks():
@@ -73,15 +121,16 @@ def test_budget_and_order_hold(views, budget):
     assert all(c.num_tokens == by_sequence[c.sequence].remaining_tokens for c in chunks[:-1])
 
 
-@given(prompts, st.integers(0, 20))
+@given(prompts, st.integers(0, 20), st.integers(0, 4))
 @settings(max_examples=60)
-def test_blocks_are_never_oversubscribed(views, free_blocks):
+def test_blocks_and_windows_are_never_oversubscribed(views, free_blocks, free_windows):
     """What is admitted fits together, and is the front of the line."""
-    admitted = to_admit(views, free_blocks=free_blocks)
+    admitted = to_admit(views, free_blocks=free_blocks, free_windows=free_windows)
     needed = {view.sequence: view.needed_blocks for view in views}
     line = [view.sequence for view in in_order(views) if view.needed_blocks]
 
     assert sum(needed[sequence] for sequence in admitted) <= free_blocks
+    assert len(admitted) <= free_windows
     assert line[: len(admitted)] == admitted
 
 
@@ -93,7 +142,8 @@ def test_everybody_is_served(lengths, budget, total_blocks):
     held: dict[int, int] = {}
     ended: list[int] = []
     for _ in range(sum(lengths) + len(lengths) + 1):
-        for sequence in to_admit(list(views.values()), free_blocks=total_blocks - sum(held.values())):
+        free_blocks = total_blocks - sum(held.values())
+        for sequence in to_admit(list(views.values()), free_blocks=free_blocks, free_windows=2 - len(held)):
             held[sequence] = views[sequence].needed_blocks
             views[sequence] = replace(views[sequence], needed_blocks=0)
         for chunk in next_chunks(list(views.values()), chunk_tokens=budget):
@@ -104,3 +154,31 @@ def test_everybody_is_served(lengths, budget, total_blocks):
                 ended.append(chunk.sequence)
 
     assert list(range(len(lengths))) == ended
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 30)), max_size=4),
+    st.lists(st.integers(1, 8), max_size=3),
+    st.integers(1, 40),
+    st.integers(1, 40),
+)
+@settings(max_examples=60)
+def test_a_prompt_with_images_and_stops_is_computed_whole(gaps, blocks, budget, tail):
+    """Chunk by chunk to its end: never across a stop, never ending in an image, over the budget for an image only."""
+    spans, end = [], 0
+    for gap, length in gaps:
+        spans.append(Span(end + gap, end + gap + length))
+        end += gap + length
+    total = end + tail
+    stops = tuple(stop for stop in outside_images([16 * n for n in blocks], spans, block_tokens=16) if stop < total)
+    position, ends = 0, set()
+    while position < total:
+        view = replace(prompt(1, remaining=total - position), position=position, stops=stops, images=tuple(spans))
+        (chunk,) = next_chunks([view], chunk_tokens=budget)
+        assert chunk.num_tokens <= max([budget, *(span.end - span.start for span in spans)])
+        position += chunk.num_tokens
+        ends.add(position)
+
+    assert total == position
+    assert set(stops) <= ends
+    assert not [end for end in ends for span in spans if span.start < end < span.end]

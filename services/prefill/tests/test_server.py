@@ -1,19 +1,23 @@
 """Does the whole service start, describe itself, trace and stop?"""
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import pytest
 from prometheus_client import generate_latest
 from pydantic import ValidationError
 
+from kernels.tests.golden_files import tiny_v41
 from proto.prefill_pb2 import GetPrefillLoadRequest
 from proto.prefill_pb2_grpc import PrefillStub
 from services.chassis import telemetry
 from services.chassis.testing import OtlpReceiver, running
+from services.chassis.window_store import folders
 from services.prefill.config import PrefillSettings
-from services.prefill.model import card_of
+from services.prefill.model import card_of, replay_of
 from services.prefill.server import build
+from services.prefill.states import open_worker
 from services.prefill.tests.rig import load, prefill_replica, request
 from services.prefill.tests.tiny_model import CONTEXT, EOS, VOCAB
 
@@ -48,6 +52,31 @@ def test_the_card_says_what_peers_must_know(folder):
     assert "Tiny-1" == card_of(executor, folder).name
     (folder / "fathom.json").unlink()
     assert 3 * 16 == card_of(load(folder, 4), folder).context_tokens
+
+
+@pytest.mark.slow
+async def test_the_window_stores_counts_are_in_the_metrics(tmp_path, monkeypatch):
+    """Of a model with windows; its states lie in a private folder."""
+    monkeypatch.setattr("services.prefill.server.open_worker", partial(open_worker, root=tmp_path))
+    settings = PrefillSettings(
+        model=tiny_v41(), dtype="fp32", threads=1, kv_bytes=1 << 20, nats_url="nats://127.0.0.1:1"
+    )
+    async with running(settings, build) as service:
+        page = generate_latest(service.metrics).decode()
+        assert "fathom_prefill_window_hits_total 0.0" in page
+        assert 1 == len(folders(tmp_path))
+
+
+def test_the_card_names_windows_and_images(tmp_path):
+    """By the model; the folder may name a replay mode, and a wrong one is refused by name."""
+    executor = load(tiny_v41(), 41)
+    card = card_of(executor, tiny_v41())
+    (tmp_path / "fathom.json").write_text('{"replay": "some"}', encoding="utf-8")
+
+    assert (16, executor.layout.window_bytes, True) == (card.window_tokens, card.window_bytes, card.takes_images)
+    assert "off" == replay_of(tiny_v41())
+    with pytest.raises(ValueError, match="off, mask, compact"):
+        replay_of(tmp_path)
 
 
 @pytest.mark.parametrize("field", ["model", "dtype", "chunk_tokens"])

@@ -1,0 +1,89 @@
+"""What can a prompt reuse of what was found, which window state does it start from, and which ones are kept?"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kernels.kv.replay import Hit, plan_hit, saved_positions
+from services.chassis.handoff import SHM_ROOT
+from services.chassis.telemetry import log
+from services.chassis.window_store import WindowStore, WindowWorker
+from services.prefill.scheduler import Span, outside_images
+
+if TYPE_CHECKING:
+    from kernels.executor import Executor
+
+
+def open_worker(executor: Executor, *, max_bytes: int, root: Path = SHM_ROOT) -> WindowWorker | None:
+    """Open this host's window store for the model; None for a model without windows, or without shared memory."""
+    spec = executor.window
+    if spec is None:
+        return None
+    is_exact = executor.replay == "off"
+    try:
+        store = WindowStore(
+            fingerprint=executor.fingerprint,
+            kind="whole" if is_exact else "encoder",
+            state_bytes=spec.state_bytes if is_exact else spec.encoder_bytes,
+            block_tokens=executor.layout.block_tokens,
+            max_bytes=max_bytes,
+            root=root,
+        )
+    except OSError as error:
+        log.warning("window_store.unavailable", reason=str(error))
+        return None
+    return WindowWorker(store)
+
+
+class States:
+    """The rules of one replica's model, and the host's window store. Without windows there are only blocks to reuse."""
+
+    def __init__(self, executor: Executor, worker: WindowWorker | None) -> None:
+        """Without a worker no state is found or kept."""
+        self.worker = worker
+        self._executor = executor
+        self._block_tokens = executor.layout.block_tokens
+        self._encoder_only = executor.replay != "off"
+
+    def plan(self, num_tokens: int, matched_blocks: int, states: Container[int] = ()) -> Hit:
+        """What to reuse of the leading blocks that were found.  states: positions with a window state at hand."""
+        return plan_hit(
+            num_tokens,
+            matched_blocks * self._block_tokens,
+            block_tokens=self._block_tokens,
+            window=self._executor.window,
+            states=states,
+            mode=self._executor.replay,
+        )
+
+    def most_blocks(self, num_tokens: int) -> int:
+        """How many leading blocks a prompt can reuse at best: more are neither held nor loaded."""
+        everywhere = range(num_tokens + 1)
+        return self.plan(num_tokens, num_tokens // self._block_tokens, everywhere).block_tokens // self._block_tokens
+
+    async def find_start(self, keys: Sequence[bytes], num_tokens: int) -> tuple[Hit, bytes | None]:
+        """Plan with the states the host has for these found blocks, and read the one to start from."""
+        if self.worker is None:
+            return self.plan(num_tokens, len(keys)), None
+        return await self.worker.find_start(keys, lambda states: self.plan(num_tokens, len(keys), states))
+
+    def stops(self, num_tokens: int, spans: Sequence[Span], hit: Hit) -> tuple[int, ...]:
+        """Where states are saved while this prompt is computed: not before its windows are those of a cold run."""
+        if self.worker is None:
+            return ()
+        positions = saved_positions(num_tokens, block_tokens=self._block_tokens, window=self._executor.window)
+        moved = outside_images(positions, spans, block_tokens=self._block_tokens)
+        return tuple(each for each in moved if each >= hit.block_tokens and each > hit.compute_from)
+
+    def keep(self, key: bytes, position: int, window: int) -> None:
+        """Copy the state of a window slot off the device and save it, or drop it (counted) when files are behind.
+
+        key: of the block that ends at the position.
+        """
+        spec = self._executor.window
+        if self.worker is None or spec is None:
+            return
+        if self.worker.has_room(spec.encoder_bytes if self._encoder_only else spec.state_bytes):
+            self.worker.save(key, position, self._executor.read_window(window, encoder_only=self._encoder_only))
