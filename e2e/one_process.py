@@ -27,12 +27,13 @@ def one_process(
     chunk_tokens: int | None = None,
     at_once: int = 1,
     num_blocks: int = _NUM_BLOCKS,
+    threads: int = 2,
 ) -> dict[str, dict[str, tuple[int, ...]]]:
     """Answer `at_once` prompts at a time, in chunks of `chunk_tokens` (None: whole).
 
     Returns sampling -> prompt -> token ids.
     """
-    executor = Executor.load(model_dir, dtype=dtype, num_blocks=num_blocks, threads=2)
+    executor = Executor.load(model_dir, dtype=dtype, num_blocks=num_blocks, threads=threads)
     generator = Generator(executor, chunk_tokens=chunk_tokens or _WHOLE_PROMPT_TOKENS, max_batch=at_once)
     found: dict[str, dict[str, tuple[int, ...]]] = {}
     for sampling in samplings:

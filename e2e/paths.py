@@ -27,8 +27,9 @@ def expected_tokens(
     at_once: int = 1,
     max_tokens: int = MAX_TOKENS,
     num_blocks: int = 64,
+    threads: int = 2,
 ) -> Expected:
-    """Tokens of the one-process path.  num_blocks: of its pool."""
+    """Tokens of the one-process path.  num_blocks: of its pool.  threads: a tiny model is fastest with one."""
     return one_process(
         model_dir,
         {p.name: p.token_ids for p in wanted},
@@ -38,6 +39,7 @@ def expected_tokens(
         chunk_tokens=chunk_tokens,
         at_once=at_once,
         num_blocks=num_blocks,
+        threads=threads,
     )
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from k8s.tests.conftest import OVERLAYS, ROOT, containers, of_kind, pod_templates, render
 from services.chassis.config import SERVICES
+from services.recipe.keys import Keyring, parse_keys
 
 SCHEMA_VERSIONS = ("1.32", "1.37")
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
@@ -59,6 +60,8 @@ def test_every_reference_resolves(overlay) -> None:
         for volume in spec.get("volumes", ()):
             if "configMap" in volume:
                 assert ("ConfigMap", volume["configMap"]["name"]) in keys, (name, volume)
+            if "secret" in volume:
+                assert ("Secret", volume["secret"]["secretName"]) in keys, (name, volume)
             if "persistentVolumeClaim" in volume:
                 assert volume["persistentVolumeClaim"]["claimName"] in claims, (name, volume)
     for name, container in containers(overlay):
@@ -174,6 +177,16 @@ def test_pods_live_as_long_as_their_drain(overlay) -> None:
             wait = container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
             if drains:
                 assert template["spec"]["terminationGracePeriodSeconds"] >= wait + drains[0] + 5, name
+
+
+def test_the_api_keys_are_keys(overlay) -> None:
+    """The recipe would start with them, and the README's key is one."""
+    import base64
+
+    [secret] = [item for item in of_kind(overlay, "Secret") if item["metadata"]["name"] == "fathom-api-keys"]
+    keys = Keyring(parse_keys(base64.b64decode(secret["data"]["keys.json"])).keys)
+
+    assert keys.find("sk-local_not-a-secret-anyone-can-read-it-here")
 
 
 def test_the_cluster_key_is_a_key(overlay) -> None:

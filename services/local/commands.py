@@ -10,7 +10,7 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
-from services.local import state
+from services.local import keys, state
 from services.local.choices import check_choices
 from services.local.down import STOPPING, end
 from services.local.health import ask_all
@@ -20,7 +20,7 @@ from services.local.plan import Dtype, Options
 from services.local.progress import Display, display
 from services.local.replayed import Replay, folder_with
 from services.local.status import status_table
-from services.local.talk import Unanswered, first_model
+from services.local.talk import KeyNeeded, Unanswered, first_model
 from services.local.talk import chat as stream_chat
 from services.local.up import NotStarted, check_free
 from services.local.up import up as start_suite
@@ -50,6 +50,7 @@ fastest for a single user."""
 app = typer.Typer(
     help=GUIDE, no_args_is_help=True, rich_markup_mode="rich", add_completion=False, pretty_exceptions_enable=False
 )
+app.add_typer(keys.app, name="keys")
 
 
 def size(text: str) -> int:
@@ -159,6 +160,8 @@ def status() -> None:
     Console(width=None if sys.stdout.isatty() else 160).print(status_table(health))
     try:
         name = first_model(suite.url, seconds=NAME_SECONDS)
+    except KeyNeeded:
+        name = "(for those with an API key)"
     except Unanswered:
         name = "(not served yet)"
     print(f"\nHTTP API {suite.url}/v1  model {name}  from {suite.model}")
@@ -189,6 +192,7 @@ def logs(
 def chat(
     question: Annotated[str, typer.Argument(help="What to ask.")],
     url: Annotated[str, typer.Option(help="Another suite's address; this directory's when left out.")] = "",
+    key: Annotated[str, typer.Option(help="An API key, where the suite asks for one.")] = "",
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
     temperature: Annotated[float, typer.Option(min=0, max=2, help="0 always takes the likeliest token.")] = 0.0,
 ) -> None:
@@ -205,6 +209,7 @@ def chat(
         answer = stream_chat(
             target,
             question,
+            key=key,
             max_tokens=max_tokens,
             temperature=temperature,
             show=show,

@@ -107,7 +107,7 @@ def plan_suite(
     nats_port = next(ports)
     addresses = {name: f"127.0.0.1:{next(ports)}" for name, _ in _replicas(options)}
     wiring = _wiring(options, home, addresses, cluster_key)
-    defaults = _defaults(options, machine)
+    defaults = _defaults(options, home, machine)
 
     plans = [_nats(nats_server, nats_port, home)]
     for name, service in _replicas(options):
@@ -151,11 +151,12 @@ def _for_all(options: Options) -> dict[str, str]:
     return {"drain_seconds": str(DRAIN_SECONDS), "otlp_endpoint": options.otlp_endpoint}
 
 
-def _defaults(options: Options, machine: Machine) -> dict[str, dict[str, str]]:
+def _defaults(options: Options, home: Home, machine: Machine) -> dict[str, dict[str, str]]:
     threads = str(thread_plan(machine.cores, options.num_prefill, options.num_decode))
     pool = str(pool_bytes(machine.memory_bytes, options.num_prefill + options.num_decode))
     engine = {"dtype": options.dtype, "kv_bytes": pool, "threads": threads}
     return {
+        "recipe": {"state_url": f"sqlite:///{home.root / 'responses.sqlite3'}"},
         "kvstore": {"max_bytes": str(options.kv_bytes)},
         # Vision works while a prompt waits for it, so it may take as many cores as an engine.
         "vision": {"dtype": options.dtype, "threads": threads},

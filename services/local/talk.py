@@ -9,11 +9,16 @@ from typing import Any
 
 import httpx
 
+UNAUTHENTICATED = 401
 UNAVAILABLE = 503
 
 
 class Unanswered(Exception):  # noqa: N818 - reads as what happened
     """The suite gave no answer; the text says why in words for the person who asked."""
+
+
+class KeyNeeded(Unanswered):
+    """The suite serves those with an API key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +45,9 @@ class Answer:
         )
 
 
-def first_model(url: str, *, seconds: float = 10.0) -> str:
+def first_model(url: str, *, key: str = "", seconds: float = 10.0) -> str:
     """Return the name of the model being served; raise Unanswered when that takes longer than `seconds`."""
-    with _client(url, seconds=seconds) as client, _readable(url):
+    with _client(url, key=key, seconds=seconds) as client, _readable(url):
         reply = client.get("/v1/models")
         _check(reply)
         models = reply.json()["data"]
@@ -60,10 +65,12 @@ def one_token(url: str) -> str:
     return model
 
 
-def chat(url: str, question: str, *, max_tokens: int, temperature: float, show: Callable[[str], None]) -> Answer:
+def chat(
+    url: str, question: str, *, key: str = "", max_tokens: int, temperature: float, show: Callable[[str], None]
+) -> Answer:
     """Stream an answer, handing each piece of text to `show`."""
     body: dict[str, Any] = {
-        "model": first_model(url),
+        "model": first_model(url, key=key),
         "messages": [{"role": "user", "content": question}],
         "temperature": temperature,
         "max_tokens": max_tokens,
@@ -75,7 +82,7 @@ def chat(url: str, question: str, *, max_tokens: int, temperature: float, show: 
     usage: dict[str, Any] = {}
     finish_reason = ""
     with (
-        _client(url, seconds=120.0) as client,
+        _client(url, key=key, seconds=120.0) as client,
         _readable(url),
         client.stream("POST", "/v1/chat/completions", json=body) as reply,
     ):
@@ -117,9 +124,10 @@ def events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
         yield json.loads(value)
 
 
-def _client(url: str, *, seconds: float) -> httpx.Client:
+def _client(url: str, *, key: str = "", seconds: float) -> httpx.Client:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
     # No proxy from the environment: it could not reach a service on this machine.
-    return httpx.Client(base_url=url, timeout=httpx.Timeout(seconds, connect=5.0), trust_env=False)
+    return httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(seconds, connect=5.0), trust_env=False)
 
 
 def _check(reply: httpx.Response) -> None:
@@ -129,6 +137,8 @@ def _check(reply: httpx.Response) -> None:
         message = reply.json()["error"]["message"]
     except (ValueError, KeyError, TypeError):
         message = reply.text.strip()[:300] or reply.reason_phrase
+    if reply.status_code == UNAUTHENTICATED:
+        raise KeyNeeded(message)
     advice = "; it may be restarting: try again in a few seconds" if reply.status_code == UNAVAILABLE else ""
     raise Unanswered(f"{message} (HTTP {reply.status_code}){advice}")
 

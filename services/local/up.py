@@ -19,7 +19,7 @@ from services.local.home import Home
 from services.local.plan import Options
 from services.local.ports import holder_of, is_free
 from services.local.progress import Display
-from services.local.talk import Unanswered, one_token
+from services.local.talk import KeyNeeded, Unanswered, one_token
 
 POLL_SECONDS = 0.3
 # A stage that moves neither forward nor on for this long hangs; loading a large model from a slow disk still moves.
@@ -97,7 +97,9 @@ def claim(home: Home, port: int) -> int:
 
 
 def ready_lines(url: str, model: str, seconds: float) -> str:
-    """Return the ready line and a request to paste."""
+    """Return the ready line and a request to paste. model: "" when it could not be asked for without an API key."""
+    if not model:
+        return f"ready: {url} ({seconds:.1f} s)\n\n  fathom chat --key sk-... 'Count from one to ten.'\n"
     question = {
         "model": model,
         "messages": [{"role": "user", "content": "Count from one to ten."}],
@@ -172,6 +174,8 @@ def _first_token(url: str) -> str:
     while True:
         try:
             return one_token(url)
+        except KeyNeeded:
+            return ""  # we have none; that it asks is as good a sign of life
         except Unanswered as reason:
             if time.monotonic() > give_up:
                 raise NotStarted(f"all services are ready, but a one-token request failed: {reason}") from None

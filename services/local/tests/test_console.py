@@ -2,6 +2,9 @@
 
 import json
 import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib import metadata
 from pathlib import Path
 
@@ -16,8 +19,8 @@ from services.local.home import Home
 from services.local.logs import Tail, follow, merged
 from services.local.plan import Options
 from services.local.progress import LineDisplay
-from services.local.talk import Answer, Unanswered, chat, events
-from services.local.up import NotStarted, claim, console_lines, fault, last_words, ready_lines, tail
+from services.local.talk import Answer, Unanswered, chat, events, first_model
+from services.local.up import NotStarted, _first_token, claim, console_lines, fault, last_words, ready_lines, tail
 
 
 def health(
@@ -263,3 +266,35 @@ def test_options_survive_the_way_to_the_supervisor() -> None:
     options = Options(model=Path("/m"), settings=(("decode", "max_batch", "8"),))
 
     assert options == Options.model_validate_json(options.model_dump_json())
+
+
+@pytest.fixture
+def guarded() -> Iterator[str]:
+    """The address of a suite that serves holders of the key `sk-right` alone."""
+
+    class Guard(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            is_known = self.headers["authorization"] == "Bearer sk-right"
+            body = {"data": [{"id": "m"}]} if is_known else {"error": {"message": "an API key is needed"}}
+            self.send_response(200 if is_known else 401)
+            self.end_headers()
+            self.wfile.write(json.dumps(body).encode())
+
+        def log_message(self, *_: object) -> None:
+            """Print nothing."""
+
+    with HTTPServer(("127.0.0.1", 0), Guard) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_a_suite_that_asks_for_keys_is_ready_too(guarded: str) -> None:
+    """The launcher has no key and needs none; whoever has one gives it to `chat`."""
+    assert "" == _first_token(guarded)
+    assert "--key" in ready_lines(guarded, "", 1.0)
+    assert "m" == first_model(guarded, key="sk-right")
+    refused = CliRunner().invoke(app, ["chat", "hi", "--url", guarded, "--key", "sk-wrong"])
+    assert (1, True) == (refused.exit_code, "an API key is needed" in refused.output)

@@ -101,6 +101,14 @@ def test_a_chosen_setting_replaces_the_default_of_its_service_only(tmp_path: Pat
     assert "1" != plans["prefill-0"].settings["kv_bytes"]
 
 
+def test_responses_are_kept_in_the_suite_s_own_folder(tmp_path: Path) -> None:
+    """They outlive `down`, two directories share none, and another database can be chosen."""
+    chosen = planned(tmp_path, settings=(("recipe", "state_url", "postgresql://db/fathom"),))
+
+    assert f"sqlite:///{tmp_path}/.fathom/responses.sqlite3" == planned(tmp_path)["recipe-0"].settings["state_url"]
+    assert "postgresql://db/fathom" == chosen["recipe-0"].settings["state_url"]
+
+
 def test_callers_stop_before_those_they_call(tmp_path: Path) -> None:
     """Every process is in one wave; no service stops before one that calls it."""
     plans = tuple(planned(tmp_path, num_decode=2).values())
