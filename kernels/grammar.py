@@ -65,8 +65,10 @@ class GrammarFactory:
         return [filled.result() for filled in [self.start_mask(matcher) for matcher in matchers]]
 
     def abandon(self) -> None:
-        """Go on with new threads: one of the old seems to compute without end, which nothing can stop."""
-        self.close()
+        """Go on with new threads: one of the old seems to compute without end, which nothing can stop.
+
+        The old ones finish what they have and end with it: nobody holds them any more.
+        """
         self._threads = self._new_threads()
 
     def _new_threads(self) -> ThreadPoolExecutor:

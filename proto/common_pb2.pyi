@@ -173,7 +173,7 @@ Global___StopRules: _TypeAlias = StopRules  # noqa: Y015
 
 @_typing.final
 class Grammar(_message.Message):
-    """Which sampled token may come next: a compiled grammar. Reserved for structured outputs; engines refuse it until they can obey it."""
+    """Which sampled token may come next: a grammar that the recipe checked and normalised."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as MaskTimeoutError
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kernels.grammar import GrammarFactory, Matcher
     from proto.common_pb2 import Grammar
 
-BUILD_SECONDS = 20.0
+BUILD_SECONDS = 10.0
 """Longest wait for a matcher: the first one waits for the tokenizer."""
 MASK_SECONDS = 1.0
 """Longest a step waits for a mask. They take less than a millisecond, and are filled while the device computes."""
@@ -44,15 +44,17 @@ class Guide:
         """Return the next token's mask, NOTHING when it cannot be had in time."""
         assert self._mask is not None, "begin comes first"
         try:
-            if self._mask.cancelled():  # with threads that were abandoned because of another sequence
+            try:
+                return self._mask.result(MASK_SECONDS)
+            except MaskTimeoutError:
+                self.factory.abandon()
+                if not self._mask.cancel():  # it was not waiting: it is the one that takes so long
+                    raise
                 self.begin()
-            return self._mask.result(MASK_SECONDS)
-        except (MaskTimeoutError, CancelledError):
-            self.factory.abandon()
-        except BadGrammar:
-            pass  # it has become too complex: the sequence ends, its batch mates go on
-        self.is_lost = True
-        return NOTHING
+                return self._mask.result(MASK_SECONDS)
+        except (MaskTimeoutError, BadGrammar):  # the sequence ends, its batch mates go on
+            self.is_lost = True
+            return NOTHING
 
     def accept(self, token_id: int) -> bool:
         """Take the sampled token in; return whether the answer is whole and nothing can follow."""

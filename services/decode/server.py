@@ -175,15 +175,7 @@ def assemble(
         reservation_seconds=reservation_seconds,
     )
     embeddings = EmbeddingsSource(channel, EmbeddingsRoom(), limits.embedding_bytes)
-    around = Surroundings(
-        engine=engine,
-        thread=thread,
-        intake=intake,
-        limits=limits,
-        states=states,
-        grammars=grammars,
-        embeddings=embeddings,
-    )
+    around = Surroundings(engine, thread, intake, limits, states, grammars, embeddings)
     return Replica(Servicer(around), engine, intake, writer, states)
 
 

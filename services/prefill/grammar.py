@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kernels.grammar import GrammarFactory
     from proto.common_pb2 import Grammar
 
-COMPILE_SECONDS = 20.0
+COMPILE_SECONDS = 10.0
 """Longest wait: the first grammar waits for the tokenizer."""
 
 
