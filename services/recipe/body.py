@@ -8,6 +8,7 @@ import orjson
 from starlette.datastructures import Headers
 from starlette.types import Receive
 
+from services.recipe.limits import check_json, check_unparsed
 from services.recipe.refusals import ApiError, refuse
 from services.recipe.stream import ClientGoneError
 
@@ -46,12 +47,14 @@ def parse_object(body: bytes) -> dict[str, Any]:
     The parser refuses invalid UTF-8, half surrogate pairs, NaN and Infinity, and nesting of more than 1024 levels,
     the last before it builds anything.
     """
+    check_unparsed(body)
     try:
         parsed = orjson.loads(body)
     except orjson.JSONDecodeError as exc:
         raise refuse("", f"the body is not valid JSON: {exc}", code="invalid_json") from None
     if not isinstance(parsed, dict):
         raise refuse("", "the body must be a JSON object", code="invalid_json")
+    check_json(body, parsed)
     return parsed
 
 

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from services.recipe.conversation import Conversation
 from services.recipe.detokenize import Detokenizer
+from services.recipe.framing import PLAIN, Framing
 
 IMAGE_PLACE = -1
 """Stands in rendered ids where a picture belongs; `pictures.place` puts the picture's own ids there."""
@@ -90,6 +91,7 @@ class Dialect:
     default_effort: str = "none"
     """How hard the model thinks when nobody says; "none" for families that do not reason."""
     no_chat: str = ""
+    framing: Framing = PLAIN
 
     @property
     def reasons(self) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from services.recipe.conversation import Conversation
+from services.recipe.deepseek_frame import DeepseekFraming
 from services.recipe.deepseek_parser import DeepseekParser
 from services.recipe.deepseek_renderer import DeepseekRenderer
 from services.recipe.deepseek_words import DEFAULT_EFFORT, Vocabulary, load_vocabulary, missing_marks
@@ -46,6 +47,7 @@ def choose_dialect(
     if renderer == DEEPSEEK_LIBRARY:
         return _by_library(folder, vocabulary)
     return _deepseek(
+        vocabulary,
         DeepseekRenderer(vocabulary),
         lambda conversation: DeepseekParser(
             vocabulary, thinks=conversation.effort != "none", takes_calls=bool(conversation.tools)
@@ -62,13 +64,21 @@ def _by_library(folder: Path, vocabulary: Vocabulary) -> Dialect:
         ) from exc
     decoder = deepseek_library.load_tokenizer(folder)
     return _deepseek(
+        vocabulary,
         deepseek_library.LibraryRenderer(vocabulary),
         lambda conversation: deepseek_library.LibraryParser(decoder, conversation),
     )
 
 
-def _deepseek(renderer: Renderer, parser: Callable[[Conversation], Parser]) -> Dialect:
-    return Dialect(renderer, parser, takes_tools=True, takes_images=True, default_effort=DEFAULT_EFFORT)
+def _deepseek(vocabulary: Vocabulary, renderer: Renderer, parser: Callable[[Conversation], Parser]) -> Dialect:
+    return Dialect(
+        renderer,
+        parser,
+        takes_tools=True,
+        takes_images=True,
+        default_effort=DEFAULT_EFFORT,
+        framing=DeepseekFraming(vocabulary),
+    )
 
 
 def _is_deepseek_v41(config: Mapping[str, Any]) -> bool:

@@ -93,9 +93,9 @@ class Fields:
                 raise self.wrong(field, reason)
 
     def finish(self) -> None:
-        """Refuse what is left: a field that changes nothing would be a promise broken silently."""
-        if self._left:
-            unknown = next(iter(self._left))
+        """Refuse what is left and not null: a field that changes nothing would be a promise broken silently."""
+        unknown = next((field for field, value in self._left.items() if value is not None), None)
+        if unknown is not None:
             raise refuse(self.name(unknown[:100]), "is not a field of this request", code="unknown_parameter")
 
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from proto.common_pb2 import LogitBias, Request, SamplingParams, StopRules
+from proto.common_pb2 import Grammar, LogitBias, Request, SamplingParams, StopRules
 from services.recipe.model_folder import ServedModel
 from services.recipe.pictures import Prompt
 from services.recipe.refusals import refuse, too_long
@@ -33,6 +33,7 @@ def plan_jobs(
     sampling: Sampling,
     rules: AnswerRules,
     *,
+    grammar: Grammar | None,
     context_tokens: int,
     prompt_field: str,
     traceparent: str,
@@ -57,6 +58,7 @@ def plan_jobs(
                 stop=_stop_rules(rules, max_tokens, model),
                 deadline_unix_seconds=deadline,
                 traceparent=traceparent,
+                grammar=grammar,
                 images=prompt.images,
             )
             jobs.append(Job(choice, at, prompt.ids, request))

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import uvicorn
 from starlette.types import ASGIApp
 
+from services.recipe.limits_http import BoundedProtocol
 from services.recipe.stream import FAREWELL_SECONDS
 
 BACKLOG = 512
@@ -32,7 +33,7 @@ class Listener:
         self._server = _Server(
             uvicorn.Config(
                 app,
-                http="httptools",
+                http=BoundedProtocol,
                 ws="none",
                 lifespan="off",
                 log_config=None,

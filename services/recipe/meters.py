@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from services.recipe.replies import Choice
+from services.recipe.choices import Choice, spent
 
 _SECONDS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 
 
 class Meters:
-    """Metrics of the public API, in the service's own registry. operation: "chat" or "text_completion"."""
+    """Metrics of the public API, in the service's own registry. operation: `Endpoint.operation`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._first = Histogram(
@@ -39,7 +39,7 @@ class Meters:
     def done(self, operation: str, status: int, seconds: float, choices: Sequence[Choice]) -> None:
         """Count a request that ended, well or not. status: HTTP, 499 when the caller left."""
         self._duration.labels(operation, str(status)).observe(seconds)
-        firsts = {choice.job.prompt: choice for choice in reversed(choices)}.values()
-        self._tokens.labels(operation, "prompt").inc(sum(len(choice.job.prompt_ids) for choice in firsts))
-        self._tokens.labels(operation, "cached").inc(sum(choice.transcript.cached_tokens for choice in firsts))
-        self._tokens.labels(operation, "completion").inc(sum(choice.transcript.num_tokens for choice in choices))
+        tokens = spent(choices)
+        self._tokens.labels(operation, "prompt").inc(tokens.prompt_tokens)
+        self._tokens.labels(operation, "cached").inc(tokens.cached_tokens)
+        self._tokens.labels(operation, "completion").inc(tokens.completion_tokens)

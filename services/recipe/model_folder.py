@@ -1,5 +1,6 @@
 """What does the recipe know about the model it speaks for? All of it is read once, from the model's folder."""
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,8 @@ class ServedModel:
     rules: ModelRules
     context_tokens: int
     eos_token_ids: tuple[int, ...]
+    tokenizer_digest: bytes
+    """SHA-256 of tokenizer.json: grammars name its ids."""
 
 
 def load_model(folder: Path, name: str = "") -> ServedModel:
@@ -60,6 +63,7 @@ def load_model(folder: Path, name: str = "") -> ServedModel:
         ),
         context_tokens=context_tokens,
         eos_token_ids=_eos_ids(_read(folder / "generation_config.json"), config, text_config),
+        tokenizer_digest=hashlib.sha256((folder / "tokenizer.json").read_bytes()).digest(),
     )
 
 

@@ -54,9 +54,9 @@ class ApiError(Exception):
         fallback = "server_error" if self.status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
         return {
             "error": {
-                "message": _bounded(self.message),
+                "message": bounded(self.message),
                 "type": _TYPES.get(self.status, fallback),
-                "param": _bounded(self.param) or None,
+                "param": bounded(self.param) or None,
                 "code": self.code or _CODES.get(self.status),
             }
         }
@@ -99,5 +99,6 @@ def as_api_error(exc: BaseException) -> ApiError:
     return ApiError(error.http_status, error.message, param=error.field, code=code, retry_after_seconds=retry_after)
 
 
-def _bounded(text: str) -> str:
+def bounded(text: str) -> str:
+    """Return a text that is short enough for an error, whatever the caller wrote."""
     return text if len(text) <= MAX_MESSAGE_CHARACTERS else text[:MAX_MESSAGE_CHARACTERS] + "..."

@@ -2,38 +2,33 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import orjson
 
+from services.recipe.choices import Choice, join, spent
 from services.recipe.detokenize import Detokenizer
 from services.recipe.dialect import CallArguments, CallBegun
+from services.recipe.identity import SERVICE_TIER
 from services.recipe.jobs import Job
+from services.recipe.refusals import ApiError
 from services.recipe.schema import AnswerRules
+from services.recipe.shapes import OPENAI, frame
+from services.recipe.token_scores import LEAST_LOGPROB, told_scores
 from services.recipe.tokenizer import PromptTokenizer
-from services.recipe.transcript import Piece, Score, Transcript
+from services.recipe.transcript import Piece, Score
 
 DONE = b"data: [DONE]\n\n"
-_LEAST_LOGPROB = -9999.0  # as OpenAI writes minus infinity, which JSON cannot
 
 
-@dataclass(slots=True)
-class Choice:
-    """One choice on its way to the caller. `pieces` holds what was shown, for whole answers."""
-
-    job: Job
-    transcript: Transcript
-    pieces: list[Piece] = field(default_factory=list)
-
-
-class Replies:
-    """Writes the answer to one request. Subclasses differ in where the text stands."""
+class OpenAiReplies:
+    """Writes the answer to one request, as generating.Replies has it. Subclasses differ in where the text stands."""
 
     id_prefix: ClassVar[str]
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
     no_logprobs: ClassVar[dict[str, Any]]
+    whole_extras: ClassVar[dict[str, Any]] = {}
 
     def __init__(
         self, request_id: str, model: str, tokenizer: PromptTokenizer, rules: AnswerRules, *, has_scores: bool
@@ -49,44 +44,54 @@ class Replies:
         """The answer's own id."""
         return str(self._head["id"])
 
-    def opening(self, job: Job) -> bytes:
+    def opening(self, choice: Choice) -> bytes:
         """Return the frames that precede a choice's first text."""
         raise NotImplementedError
 
-    def chunk(self, job: Job, piece: Piece) -> bytes:
+    def chunk(self, choice: Choice, piece: Piece) -> bytes:
         """Return the frames that show a piece, the finishing one included."""
         raise NotImplementedError
 
     def _choice(self, choice: Choice, said: Piece) -> dict[str, Any]:
         raise NotImplementedError
 
-    def usage_chunk(self, choices: Sequence[Choice]) -> bytes:
-        """Return the last frame of a stream that asked for usage."""
-        return _frame({**self._chunk_head, "choices": [], "usage": self.usage(choices)})
+    def closing(self, choices: Sequence[Choice]) -> bytes:
+        """Return the last frames of a stream: usage when it was asked for, and [DONE]."""
+        if not self._rules.includes_usage:
+            return DONE
+        return frame({**self._chunk_head, "choices": [], "usage": self.usage(choices)}) + DONE
+
+    def failing(self, error: ApiError, shown_id: str) -> bytes:
+        """Return what ends a stream that fails: the error, and no [DONE]."""
+        return OPENAI.last_frame(error, shown_id)
 
     def whole(self, choices: Sequence[Choice]) -> bytes:
         """Return the body of an answer that is not streamed."""
         told = []
         for choice in choices:
             said = join(choice.pieces)
-            body = self._choice(choice, said) | {"finish_reason": choice.transcript.finish_reason}
+            body = self._choice(choice, said) | {"finish_reason": self._reason(choice.transcript.finish_reason)}
             if self._has_scores and body["logprobs"] is None:
                 body["logprobs"] = self.no_logprobs
             if self._rules.returns_token_ids:
                 body["prompt_token_ids"] = list(choice.job.prompt_ids)
                 body["token_ids"] = said.token_ids
             told.append(body)
-        return orjson.dumps({**self._head, "object": self.whole_object, "choices": told, "usage": self.usage(choices)})
+        body = {**self._head, "object": self.whole_object, "choices": told, "usage": self.usage(choices)}
+        return orjson.dumps(body | self.whole_extras)
 
     def usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """Return the usage object of the answer."""
         return usage(choices)
 
+    def _reason(self, reason: str | None) -> str | None:
+        return reason
+
     def _frame(self, choice: dict[str, Any]) -> bytes:
         chunk: dict[str, Any] = {**self._chunk_head, "choices": [choice]}
         if self._rules.includes_usage:
             chunk["usage"] = None
-        return _frame(chunk)
+        return frame(chunk)
 
     def _ids(self, piece: Piece) -> dict[str, Any]:
         return {"token_ids": piece.token_ids} if self._rules.returns_token_ids else {}
@@ -95,23 +100,30 @@ class Replies:
         return {"prompt_token_ids": list(job.prompt_ids), "token_ids": []} if self._rules.returns_token_ids else {}
 
 
-class ChatReplies(Replies):
+class ChatReplies(OpenAiReplies):
     """Answers of /v1/chat/completions."""
 
     id_prefix: ClassVar[str] = "chatcmpl-"
     whole_object: ClassVar[str] = "chat.completion"
     chunk_object: ClassVar[str] = "chat.completion.chunk"
     no_logprobs: ClassVar[dict[str, Any]] = {"content": [], "refusal": None}
+    whole_extras: ClassVar[dict[str, Any]] = {"service_tier": SERVICE_TIER}
 
-    def __init__(self, *args: Any, reasons: bool = False, thinks: bool = False, **options: Any) -> None:
+    def __init__(
+        self, *args: Any, reasons: bool = False, thinks: bool = False, names_call: bool = False, **options: Any
+    ) -> None:
+        """names_call: the request named the function to be called."""
         super().__init__(*args, **options)
         self._reasons = reasons
         self._thinks = thinks
+        self._names_call = names_call
 
-    def opening(self, job: Job) -> bytes:
+    def opening(self, choice: Choice) -> bytes:
+        job = choice.job
         return self._delta(job, {"role": "assistant", "content": "", "refusal": None}, None, self._prompt_ids(job))
 
-    def chunk(self, job: Job, piece: Piece) -> bytes:
+    def chunk(self, choice: Choice, piece: Piece) -> bytes:
+        job = choice.job
         deltas: list[dict[str, Any]] = [{"reasoning_content": piece.reasoning}] if piece.reasoning else []
         # What belongs to the tokens as such goes with the first delta, logprobs with the text that they are of.
         extras, scored = self._ids(piece), len(deltas) if piece.text else 0
@@ -120,7 +132,7 @@ class ChatReplies(Replies):
         reasons: list[str | None] = [None] * len(deltas)
         if piece.finish_reason is not None:
             deltas.append({})
-            reasons.append(piece.finish_reason)
+            reasons.append(self._reason(piece.finish_reason))
         logprobs = self._logprobs(piece.scores)
         return b"".join(
             self._delta(job, delta, reason, extras if at == 0 else {}, logprobs if at == scored else None)
@@ -130,9 +142,12 @@ class ChatReplies(Replies):
     def usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
         told = usage(choices)
         if self._reasons:
-            spent = sum(choice.transcript.num_reasoning_tokens for choice in choices)
-            told["completion_tokens_details"] = {"reasoning_tokens": spent}
+            told["completion_tokens_details"] = {"reasoning_tokens": spent(choices).reasoning_tokens}
         return told
+
+    def _reason(self, reason: str | None) -> str | None:
+        # OpenAI says "tool_calls" only where the call was the model's own idea.
+        return "stop" if self._names_call and reason == "tool_calls" else reason
 
     def _delta(
         self,
@@ -177,24 +192,10 @@ class ChatReplies(Replies):
     def _logprobs(self, scores: Sequence[Score]) -> dict[str, Any] | None:
         if not scores:
             return None
-        return {"content": [self._position(score) for score in scores], "refusal": None}
-
-    def _position(self, score: Score) -> dict[str, Any]:
-        position = score.position
-        top = [self._token(token.token_id, token.logprob) for token in position.top]
-        return self._token(position.chosen.token_id, position.chosen.logprob) | {"top_logprobs": top}
-
-    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        # A special token has a spelling but adds no bytes to the text.
-        piece = self._tokenizer.pieces[token_id] if token_id < self._tokenizer.num_tokens else b""
-        return {
-            "token": self._tokenizer.spelling(token_id),
-            "logprob": max(logprob, _LEAST_LOGPROB),
-            "bytes": list(piece),
-        }
+        return {"content": told_scores(scores, self._tokenizer), "refusal": None}
 
 
-class CompletionReplies(Replies):
+class CompletionReplies(OpenAiReplies):
     """Answers of /v1/completions. echoes: what to show before each prompt's answers, by prompt; empty without echo."""
 
     id_prefix: ClassVar[str] = "cmpl-"
@@ -206,16 +207,17 @@ class CompletionReplies(Replies):
         super().__init__(*args, **options)
         self._echoes = echoes
 
-    def opening(self, job: Job) -> bytes:
+    def opening(self, choice: Choice) -> bytes:
+        job = choice.job
         echo, ids = self._echo(job), self._prompt_ids(job)
         if not echo and not ids:
             return b""
         return self._frame({"index": job.choice, "text": echo, "logprobs": None, "finish_reason": None, **ids})
 
-    def chunk(self, job: Job, piece: Piece) -> bytes:
+    def chunk(self, choice: Choice, piece: Piece) -> bytes:
         return self._frame(
             {
-                "index": job.choice,
+                "index": choice.job.choice,
                 "text": piece.text,
                 "logprobs": self._logprobs(piece.scores),
                 "finish_reason": piece.finish_reason,
@@ -236,24 +238,13 @@ class CompletionReplies(Replies):
         spelled = self._tokenizer.spelling
         return {
             "tokens": [spelled(score.position.chosen.token_id) for score in scores],
-            "token_logprobs": [max(score.position.chosen.logprob, _LEAST_LOGPROB) for score in scores],
+            "token_logprobs": [max(score.position.chosen.logprob, LEAST_LOGPROB) for score in scores],
             "top_logprobs": [
-                {spelled(token.token_id): max(token.logprob, _LEAST_LOGPROB) for token in score.position.top}
+                {spelled(token.token_id): max(token.logprob, LEAST_LOGPROB) for token in score.position.top}
                 for score in scores
             ],
             "text_offset": [score.offset for score in scores],
         }
-
-
-def join(pieces: Sequence[Piece]) -> Piece:
-    """Return what all the pieces say, as one."""
-    return Piece(
-        text="".join(piece.text for piece in pieces),
-        token_ids=[token_id for piece in pieces for token_id in piece.token_ids],
-        scores=[score for piece in pieces for score in piece.scores],
-        reasoning="".join(piece.reasoning for piece in pieces),
-        calls=[call for piece in pieces for call in piece.calls],
-    )
 
 
 def echo_text(prompt: str | Sequence[int], tokenizer: PromptTokenizer) -> str:
@@ -263,16 +254,10 @@ def echo_text(prompt: str | Sequence[int], tokenizer: PromptTokenizer) -> str:
 
 def usage(choices: Sequence[Choice]) -> dict[str, Any]:
     """Return OpenAI's usage object. A prompt counts once, however many choices continue it."""
-    firsts = {choice.job.prompt: choice for choice in reversed(choices)}.values()
-    prompt_tokens = sum(len(choice.job.prompt_ids) for choice in firsts)
-    completion_tokens = sum(choice.transcript.num_tokens for choice in choices)
+    tokens = spent(choices)
     return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": sum(choice.transcript.cached_tokens for choice in firsts)},
+        "prompt_tokens": tokens.prompt_tokens,
+        "completion_tokens": tokens.completion_tokens,
+        "total_tokens": tokens.prompt_tokens + tokens.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": tokens.cached_tokens},
     }
-
-
-def _frame(payload: dict[str, Any]) -> bytes:
-    return b"data: " + orjson.dumps(payload) + b"\n\n"

@@ -1,14 +1,17 @@
 """What may a request say? Every field, its range and its default.
 
 Nothing is ignored silently: a field we do not know, or know and cannot honour, is a 400 that names it. Accepted without
-any effect are only `user`, `metadata` and `store`.
+any effect are only `store` and what `identity.py` reads.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
+from services.recipe.constraint import FREE, TEXT, Constraint, Format, ToolUse
 from services.recipe.conversation import EFFORTS, Conversation
 from services.recipe.fields import Fields, is_id, is_number
+from services.recipe.formats import read_format
+from services.recipe.identity import read_identity
 from services.recipe.messages import read_messages
 from services.recipe.refusals import refuse
 from services.recipe.tools import read_tools
@@ -25,10 +28,8 @@ _UINT31 = (1 << 31) - 1
 _SMALLEST_TEMPERATURE = 1e-5
 _SMALLEST_PENALTY = 1e-3
 
-_WITHOUT_EFFECT = ("user", "metadata", "store")
 _NOT_YET = "is not served by this version"
 _NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
     "functions": ([],),
     "function_call": ("none",),
 }
@@ -84,6 +85,7 @@ class ChatRequest:
     conversation: Conversation
     sampling: Sampling
     rules: AnswerRules
+    constraint: Constraint = FREE
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,7 @@ class CompletionRequest:
     echo: bool
     sampling: Sampling
     rules: AnswerRules
+    format: Format = TEXT
 
 
 def read_model(body: dict[str, Any]) -> str:
@@ -109,38 +112,45 @@ def read_chat(body: dict[str, Any], model_rules: ModelRules) -> ChatRequest:
     """Return the chat request in `body`; raise a 400 that names field and rule."""
     model, fields = read_model(body), Fields(body)
     fields.accept(("model",))
-    conversation = _conversation(fields, model_rules)
+    conversation, tool_use = read_conversation(fields, model_rules)
     wants_logprobs = fields.flag("logprobs")
     num_top = fields.integer("top_logprobs", 0, 20)
-    if num_top is not None and not wants_logprobs:
+    if num_top and not wants_logprobs:
         raise fields.wrong("top_logprobs", "needs logprobs: true")
     # The newer name; both may be there if they agree.
     newer, older = fields.integer("max_completion_tokens", 1, _UINT31), fields.integer("max_tokens", 1, _UINT31)
     if newer is not None and older is not None and newer != older:
         raise fields.wrong("max_completion_tokens", "differs from max_tokens; give one of them")
+    format_ = read_format(fields, "response_format")
     fields.refuse_all_but(_NEUTRAL_CHAT, _NOT_YET)
-    sampling = _sampling(fields, (num_top or 0) if wants_logprobs else None, model_rules.vocab_tokens)
-    rules = _rules(fields, newer or older, model_rules.vocab_tokens)
+    sampling = read_sampling(fields, (num_top or 0) if wants_logprobs else None, model_rules.vocab_tokens)
+    rules = read_rules(fields, newer or older, model_rules.vocab_tokens)
     fields.finish()
-    return ChatRequest(model, conversation, sampling, rules)
+    return ChatRequest(model, conversation, sampling, rules, Constraint(format_, tool_use))
 
 
-def _conversation(fields: Fields, model: ModelRules) -> Conversation:
+def read_conversation(fields: Fields, model: ModelRules) -> tuple[Conversation, ToolUse]:
+    """Return messages, tools and effort, and how the tools may be used."""
     given = fields.take("messages")
     turns = read_messages(given, takes_tools=model.takes_tools, takes_images=model.takes_images)
     if model.takes_tools:
-        tools = read_tools(fields)
+        tools, tool_use = read_tools(fields)
     else:
-        tools = ()
+        tools, tool_use = (), ToolUse()
         fields.refuse_all_but(_NEUTRAL_TOOLS, _NOT_YET)
-    effort = fields.text("reasoning_effort")
+    return Conversation(turns, tools, read_effort(fields, "reasoning_effort", model)), tool_use
+
+
+def read_effort(fields: Fields, field: str, model: ModelRules) -> str:
+    """Return how hard to think: one of EFFORTS, the model's own when the field is absent."""
+    effort = fields.text(field)
     if effort is None:
-        return Conversation(turns, tools, model.default_effort)
-    if model.default_effort == "none":
-        raise fields.wrong("reasoning_effort", "is not for this model: it does not reason before it answers")
+        return model.default_effort
+    if model.default_effort == "none" and effort != "none":
+        raise fields.wrong(field, "is not for this model: it does not reason before it answers")
     if effort not in EFFORTS:
-        raise fields.wrong("reasoning_effort", f"must be one of {', '.join(EFFORTS)}")
-    return Conversation(turns, tools, effort)
+        raise fields.wrong(field, f"must be one of {', '.join(EFFORTS)}")
+    return effort
 
 
 def read_completion(body: dict[str, Any], *, vocab_tokens: int) -> CompletionRequest:
@@ -152,16 +162,18 @@ def read_completion(body: dict[str, Any], *, vocab_tokens: int) -> CompletionReq
     echo = fields.flag("echo")
     if echo and num_logprobs is not None:
         raise fields.wrong("echo", "cannot be combined with logprobs: the prompt's own are not computed")
+    format_ = read_format(fields, "response_format")
     fields.refuse_all_but(_NEUTRAL_COMPLETION, _NOT_YET)
-    sampling = _sampling(fields, num_logprobs, vocab_tokens)
-    rules = _rules(fields, fields.integer("max_tokens", 1, _UINT31), vocab_tokens)
+    sampling = read_sampling(fields, num_logprobs, vocab_tokens)
+    rules = read_rules(fields, fields.integer("max_tokens", 1, _UINT31), vocab_tokens)
     fields.finish()
     if len(prompts) * rules.num_choices > MAX_ALL_CHOICES:
         raise refuse("prompt", f"prompts times n must be at most {MAX_ALL_CHOICES}")
-    return CompletionRequest(model, prompts, echo, sampling, rules)
+    return CompletionRequest(model, prompts, echo, sampling, rules, format_)
 
 
-def _sampling(fields: Fields, num_logprobs: int | None, vocab_tokens: int) -> Sampling:
+def read_sampling(fields: Fields, num_logprobs: int | None, vocab_tokens: int) -> Sampling:
+    """Return how tokens are to be drawn; num_logprobs: as the caller's API spells it, already read."""
     # OpenAI's default, not the model folder's: the same request means the same whichever model answers.
     temperature = fields.number("temperature", 1.0, 0, 2)
     top_k = fields.integer("top_k", -1, _UINT31)
@@ -182,8 +194,10 @@ def _sampling(fields: Fields, num_logprobs: int | None, vocab_tokens: int) -> Sa
     )
 
 
-def _rules(fields: Fields, max_tokens: int | None, vocab_tokens: int) -> AnswerRules:
-    fields.accept(_WITHOUT_EFFECT)
+def read_rules(fields: Fields, max_tokens: int | None, vocab_tokens: int) -> AnswerRules:
+    """Return when the answer ends and how it is told; max_tokens: already read."""
+    read_identity(fields)
+    fields.flag("store")  # true keeps nothing: only responses are kept, in the API of that name
     is_stream = fields.flag("stream")
     return AnswerRules(
         max_tokens=max_tokens,

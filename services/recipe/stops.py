@@ -15,6 +15,8 @@ class StopMatcher:
         self._stops = tuple(stops)
         self._held = ""
         self.is_cut = False
+        self.found = ""
+        """The stop string that cut the text."""
 
     def feed(self, text: str) -> str:
         """Return the text that may be shown now. After a cut (`is_cut`) nothing more is."""
@@ -26,7 +28,9 @@ class StopMatcher:
         if cuts:
             self.is_cut = True
             self._held = ""
-            return buffer[: min(cuts)[1]]
+            end, at = min(cuts)
+            self.found = buffer[at:end]
+            return buffer[:at]
         keep = self._first_possible_start(buffer)
         self._held = buffer[keep:]
         return buffer[:keep]

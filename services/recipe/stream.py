@@ -27,12 +27,13 @@ class ClientGoneError(Exception):
 class EventStream:
     """A text/event-stream response. It starts with its first frame, so that an early failure can still be a status.
 
-    After `ping_seconds` without a frame a comment is sent (and the response started): proxies and SDKs give up on
+    After `ping_seconds` without a frame `ping` is sent (and the response started): proxies and SDKs give up on
     silence, and a long prefill is silent.
     """
 
-    def __init__(self, send: Send, *, ping_seconds: float = PING_SECONDS) -> None:
+    def __init__(self, send: Send, *, ping_seconds: float = PING_SECONDS, ping: bytes = PING) -> None:
         self._send = send
+        self._sign = ping
         self._ping_seconds = ping_seconds
         self._lock = asyncio.Lock()  # choices and pings write at once, and the head comes first
         self._last = asyncio.get_running_loop().time()
@@ -66,7 +67,7 @@ class EventStream:
         while True:
             quiet = loop.time() - self._last
             if quiet >= self._ping_seconds:
-                await self.write(PING)
+                await self.write(self._sign)
             else:
                 await asyncio.sleep(self._ping_seconds - quiet)
 

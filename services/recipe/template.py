@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from services.recipe.refusals import ModelFolderError, refuse
@@ -23,18 +23,24 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         environment.globals.update(raise_exception=_raise, strftime_now=_now)
         try:
-            self.literals = _literals(environment.parse(source))
+            tree = environment.parse(source)
+            self.literals = _literals(tree)
+            self.takes_tools = "tools" in meta.find_undeclared_variables(tree)
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as exc:
             raise ModelFolderError(f"the chat template does not parse: line {exc.lineno}: {exc.message}") from exc
         self._variables = dict(variables)
         self.literals += tuple(self._variables.values())
 
-    def render(self, messages: Sequence[Mapping[str, object]]) -> str:
+    def render(self, messages: Sequence[Mapping[str, object]], tools: Sequence[object] | None = None) -> str:
         """Return the prompt up to where the assistant's answer begins; raise a 400 with the template's own words."""
         try:
             return self._template.render(
-                **self._variables, messages=list(messages), add_generation_prompt=True, tools=None, documents=None
+                **self._variables,
+                messages=list(messages),
+                add_generation_prompt=True,
+                tools=list(tools) if tools else None,
+                documents=None,
             )
         except jinja2.TemplateError as exc:
             raise refuse("messages", f"the model's chat template refuses them: {exc}") from exc

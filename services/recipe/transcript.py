@@ -47,10 +47,14 @@ class Transcript:
     Its text never shows special tokens, nor the token or string that ended it. Stop strings are looked for in the text
     alone, not in reasoning nor in calls. `token_ids` and `num_tokens` hold every token that was sampled up to the end,
     the ending one included; tokens after a stop string do not count.
+
+    max_calls: the call after that many is not begun but ends the answer, as a stop string would; None: any number.
     """
 
-    def __init__(self, parser: Parser, stops: Sequence[str], *, has_scores: bool) -> None:
+    def __init__(self, parser: Parser, stops: Sequence[str], *, has_scores: bool, max_calls: int | None = None) -> None:
         self._parser = parser
+        self._max_calls = max_calls
+        self._has_enough = False
         self._stops = StopMatcher(stops) if stops else None
         self._has_scores = has_scores
         self._waiting: deque[Score] = deque()
@@ -87,8 +91,13 @@ class Transcript:
 
     @property
     def is_cut(self) -> bool:
-        """Whether a stop string ended the text; the engine does not know yet."""
-        return self._stops is not None and self._stops.is_cut
+        """Whether a stop string, or one call too many, ended the answer; the engine does not know yet."""
+        return self._has_enough or (self._stops is not None and self._stops.is_cut)
+
+    @property
+    def stop_string(self) -> str:
+        """The stop string that ended the text, "" when none did."""
+        return self._stops.found if self._stops is not None else ""
 
     @property
     def num_reasoning_tokens(self) -> int:
@@ -100,13 +109,13 @@ class Transcript:
         # The token that ended the answer is counted and reported, but is no text.
         ends = bool(token_ids) and event.finish_reason == FinishReason.FINISH_REASON_STOP
         shown_ids = token_ids[:-1] if ends else token_ids
-        if self._stops is None and not self._has_scores:
+        if self._stops is None and not self._has_scores and self._max_calls is None:
             self._say(self._parser.feed(shown_ids), piece)
         else:
             num_used = self._read_one_by_one(shown_ids, event.logprobs, piece)
             if self.is_cut:
                 token_ids = token_ids[:num_used]
-                self.finish_reason = "stop"
+                self.finish_reason = self._cut_reason
         self.num_tokens += len(token_ids)
         self._unsent_ids += token_ids
 
@@ -131,6 +140,8 @@ class Transcript:
                 piece.text += self._stops.feed(event.text) if self._stops else event.text
             elif isinstance(event, Reasoning):
                 piece.reasoning += event.text
+            elif isinstance(event, CallBegun) and self._max_calls is not None and event.index >= self._max_calls:
+                self._has_enough = True
             else:
                 # The text is over, so nothing in it can become a stop string any more.
                 piece.text += self._stops.rest() if self._stops else ""
@@ -141,9 +152,13 @@ class Transcript:
         self._say(self._parser.rest(is_whole=reason == "stop"), piece)
         piece.text += self._stops.rest() if self._stops else ""
         if self.is_cut:
-            self.finish_reason = "stop"
+            self.finish_reason = self._cut_reason
         else:
             self.finish_reason = "tool_calls" if reason == "stop" and self._has_calls else reason
+
+    @property
+    def _cut_reason(self) -> str:
+        return "tool_calls" if self._has_enough else "stop"
 
     def _ready_scores(self) -> list[Score]:
         """Return the scores of tokens whose text has begun to leave; at the end all, but for what a cut or call hid."""

@@ -8,6 +8,9 @@ import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
 
+from proto.common_pb2 import ModelCard
+from services.recipe.tests.deepseek import write_folder
+from services.recipe.tests.response_rig import empty_database, private_postgresql
 from services.recipe.tests.running import Running, Starter, serve_recipe
 from services.recipe.tests.tiny import CHATML, make_tokenizer
 from services.recipe.tokenizer import PromptTokenizer
@@ -58,3 +61,35 @@ def recipe(shared: Running) -> Iterator[Running]:
     models = list(shared.entrypoint.models)
     yield shared
     shared.entrypoint.models[:] = models
+
+
+@pytest.fixture(scope="session")
+def postgresql() -> Iterator[str]:
+    """A PostgreSQL server of the tests' own."""
+    with private_postgresql() as url:
+        yield url
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
+def state_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """An empty database for the state of the Responses API, in both kinds. Starting PostgreSQL takes seconds."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'state.sqlite3'}"
+    return empty_database(request.getfixturevalue("postgresql"))
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def shared_deep(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Running]:
+    """One recipe for a V4.1 model, for all tests that leave it as they found it."""
+    folder = write_folder(tmp_path_factory.mktemp("models") / "deep")
+    async with serve_recipe(lambda _request: (), folder) as running:
+        running.entrypoint.models[:] = [ModelCard(name="deep", context_tokens=4096, takes_images=True)]
+        yield running
+
+
+@pytest.fixture
+def deep(shared_deep: Running) -> Iterator[Running]:
+    """The shared recipe for a V4.1 model; say what it answers with `play`."""
+    shared_deep.play(lambda _request: ())
+    yield shared_deep
+    shared_deep.play(lambda _request: ())

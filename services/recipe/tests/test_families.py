@@ -51,11 +51,11 @@ def test_v41_without_a_tower_takes_no_images(deep: Path) -> None:
     assert (True, False) == ((rules := load_model(deep).rules).takes_tools, rules.takes_images)
 
 
-def test_other_models_have_text_alone(folder: Path) -> None:
+def test_chatml_models_have_text_and_tools(folder: Path) -> None:
     """And are spoken to by their template."""
     model = load_model(folder)
 
-    assert (False, False, "none") == (model.rules.takes_tools, model.rules.takes_images, model.rules.default_effort)
+    assert (True, False, "none") == (model.rules.takes_tools, model.rules.takes_images, model.rules.default_effort)
     assert isinstance(model.dialect.parser(HELLO), PlainParser)
 
 
@@ -64,7 +64,7 @@ def test_the_folder_s_own_word_counts(deep: Path) -> None:
     change(deep / "fathom.json", renderer="chat-template")
     (deep / "chat_template.jinja").write_text(CHATML)
 
-    assert not load_model(deep).rules.takes_tools
+    assert "none" == load_model(deep).rules.default_effort
 
 
 def test_a_vocabulary_without_marks_takes_no_conversations(deep: Path) -> None:

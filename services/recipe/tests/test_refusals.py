@@ -32,7 +32,7 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     (user([{"type": "image_url", "image_url": {"url": "x"}}]), "messages[0].content[0]"),
     (user([{"type": "text"}]), "messages[0].content[0].text"),
     ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
-    ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages[0]"),
+    ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages[0].tool_call_id"),
     ({"messages": [{"role": "user", "content": "x", "mood": "good"}]}, "messages[0].mood"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": -1}, "max_tokens"),
@@ -73,10 +73,17 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"include": True}}, "stream_options.include"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"tools": [{"type": "function"}]}, "tools"),
-    ({"tool_choice": "auto"}, "tool_choice"),
-    ({"parallel_tool_calls": True}, "parallel_tool_calls"),
+    ({"response_format": "json"}, "response_format"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a b"}}}, "response_format.json_schema.name"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "response_format.json_schema.schema"),
+    ({"response_format": {"type": "regex"}}, "response_format.pattern"),
+    ({"response_format": {"type": "grammar", "grammar": "start: <[1]>"}}, "response_format.grammar"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": "some"}, "tool_choice"),
+    ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
     ({"reasoning_effort": "low"}, "reasoning_effort"),
     ({"functions": [{}]}, "functions"),
     ({"foo": 1}, "foo"),
@@ -211,7 +218,7 @@ async def test_a_body_that_stops_is_refused(recipe: Running, monkeypatch: pytest
 
 async def test_other_paths_and_methods(recipe: Running) -> None:
     """404 and 405 in the same envelope, the latter with Allow."""
-    for path in ("/v1/embeddings", "/v1/batches", "/v1/responses", "/v1/messages", "/v1/chat", "/", "/v1/models/"):
+    for path in ("/v1/embeddings", "/v1/batches", "/v1/chat", "/", "/v1/models/"):
         check_envelope(await recipe.post(path, {}), 405 if path == "/v1/models/" else 404)
     answer = await recipe.http.get("/v1/chat/completions")
     check_envelope(answer, 405)

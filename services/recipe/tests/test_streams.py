@@ -12,7 +12,7 @@ from openai import APIError
 from services.chassis import errors, telemetry
 from services.chassis.testing import OtlpReceiver
 from services.recipe import server
-from services.recipe.answering import Front
+from services.recipe.generating import Front
 from services.recipe.tests.running import Running, Starter
 from services.recipe.tests.scripted import LENGTH, Step, saying
 
