@@ -22,6 +22,7 @@ def test_every_service_has_a_folder() -> None:
     assert {*SERVICES, "nats", "model"} == folders
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", SCHEMA_VERSIONS)
 def test_objects_match_the_schema(overlay, version: str) -> None:
     """No unknown field, no wrong type, no removed API."""

@@ -157,6 +157,7 @@ def test_greedy_drafts_are_the_golden_ones(exact: Rig, name: str) -> None:
         assert step["conf"] == pytest.approx(drafts.confidences, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_the_main_forward_feeds_the_drafter() -> None:
     """On the real model's windows, with every draft rejected at each step, drafts are the golden ones."""
     config, source = shared().config, shared().model

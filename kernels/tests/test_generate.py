@@ -30,6 +30,7 @@ def executor(folder) -> Executor:
     return Executor.load(folder, dtype="fp32", threads=1, num_blocks=70, block_tokens=16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_scheduling_changes_no_token(executor, temperature) -> None:
     """Alone, together, in small chunks, with a small batch: the same tokens."""

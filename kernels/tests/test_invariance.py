@@ -49,6 +49,7 @@ def test_decode_token_equals_the_same_token_in_a_prefill(dtype, block_tokens, to
     assert torch.equal(compute(executor, ids, [0]), compute(executor, ids, [0, tokens], which=1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "block_tokens"), SETTINGS)
 @pytest.mark.parametrize("splits", [[0, 1], [0, 100, 200, 300], [0, 128, 256, 384], [0, 63, 64, 65, 193, 419]])
 def test_chunking_changes_nothing(dtype, block_tokens, splits) -> None:
@@ -60,6 +61,7 @@ def test_chunking_changes_nothing(dtype, block_tokens, splits) -> None:
         assert executor.read_block(whole) == executor.read_block(cut)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "block_tokens"), SETTINGS)
 def test_batch_mates_change_nothing(dtype, block_tokens) -> None:
     """Seven decoding mates of other lengths, then a prefilling one, leave a row's bits alone."""

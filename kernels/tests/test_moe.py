@@ -51,6 +51,7 @@ def tiny_moe(layer: int, numerics: Numerics) -> Moe:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", [0, 6, 11])
 @pytest.mark.parametrize(("numerics", "margin"), [(EXACT, 1e-3), (QUANT, 2e-2)])
 def test_tokens_go_to_the_golden_experts(layer: int, numerics: Numerics, margin: float) -> None:

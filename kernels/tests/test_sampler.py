@@ -60,6 +60,7 @@ PARAMS = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(logits=LOGITS, params=PARAMS, position=st.integers(0, 2**20))
 @settings(max_examples=300, deadline=None)
 def test_the_token_is_the_one_the_definition_gives(logits, params, position) -> None:
@@ -145,6 +146,7 @@ def test_only_allowed_tokens_are_given(params) -> None:
             assert one(row, params, position, allowed_mask=mask(allowed, 100) + b"\xff").token_id in allowed
 
 
+@pytest.mark.slow
 def test_chances_are_those_of_the_softmax() -> None:
     """Chi-square over 4,000 seeds and over 4,000 positions, 7 degrees of freedom, p = 0.001."""
     logits = [0.0, 1.0, 2.0, -1.0, 0.5, 1.5, -0.5, 0.25]

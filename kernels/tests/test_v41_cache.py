@@ -76,6 +76,7 @@ def test_reading_costs_the_same_in_a_large_pool() -> None:
     assert seconds(40_000) < 20 * seconds(40)  # 1,000 times the pool
 
 
+@pytest.mark.slow
 def test_poisoned_records_harm_no_batch_mate() -> None:
     """NaN in one sequence's blocks and window gives that row NaN, and its mate the usual bits."""
     prefill("kvq", IDS[:40], sequence=1)

@@ -50,6 +50,7 @@ def test_every_tensor_of_the_tiny_checkpoint_is_expected(config, stored) -> None
     assert expected == {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in stored.items()}
 
 
+@pytest.mark.slow
 def test_published_sizes_come_out_of_the_config(raw) -> None:
     """Spot checks of the real model: names, shapes, and 763 billion parameters in all."""
     specs = expected_tensors(parse_v41_config(real(raw), {}))
@@ -173,6 +174,7 @@ def test_broken_files_are_named(config, stored, tmp_path) -> None:
         Checkpoint(sharded, config)
 
 
+@pytest.mark.slow
 def test_progress_counts_the_bytes_of_its_part(config) -> None:
     """From nothing to all of them, for the language model and for the vision tower."""
     parts: dict[Part, bool] = {"language": False, "vision": True}

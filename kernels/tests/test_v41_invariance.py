@@ -18,6 +18,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tokens", "numerics"), CASES)
 def test_a_prompt_is_the_same_in_odd_pieces_and_beside_mates(numerics, tokens) -> None:
     """Whole, in odd chunks, and in chunks with other sequences before it: logits and every cache byte agree."""
@@ -59,6 +60,7 @@ def test_decode_equals_prefill_for_a_few_tokens() -> None:
     assert caches("kvq", 37, 1) == caches("kvq", 37, 2)
 
 
+@pytest.mark.slow
 def test_an_image_is_the_same_in_any_chunks_and_changes_what_follows() -> None:
     """Rows at images take the given embeddings; a cut inside an image, before or behind it changes no bit."""
     ids, image = with_image(IDS[:50], at=20, tokens=11)

@@ -87,6 +87,7 @@ def test_layers_equal_the_reference_in_production_numerics_one_by_one() -> None:
         assert rel(watch.seen[f"{name}.ffn_out"], golden(f"n48.quant.{name}.ffn_out")) <= 0.03, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("numerics", "least"), [("kvq", 1.0), ("quant", 0.97)])
 def test_blocks_and_windows_have_the_references_bytes(numerics, least) -> None:
     """All of them on the real caches; in production numerics on the reference's streams, where no flip is handed on."""
@@ -118,6 +119,7 @@ def test_drafter_windows_equal_the_reference() -> None:
             assert (golden(f"dspark.exact.n17.ring{layer}.slot{slot}") - keys[slot]).abs().max() < 1e-3
 
 
+@pytest.mark.slow
 def test_executor_and_generator_answer_as_the_reference() -> None:
     """Load, prove and generate: all greedy tokens of the fp32 setting, three prompts side by side in chunks of 7."""
     executor = Executor.load(tiny_v41(), dtype="fp32", threads=1, num_blocks=32, num_windows=3)

@@ -53,6 +53,7 @@ def test_decoder_replay_equals_the_reference_and_its_mask(numerics, most, name, 
     assert kept == caches(numerics, size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("numerics", "most"), MODES)
 def test_hits_equal_the_reference(numerics, most) -> None:
     """90 tokens of which 80 were found: with a window state, without one, and rewriting or keeping the block before."""
@@ -105,6 +106,7 @@ def test_an_exact_hit_gives_the_bits_of_a_cold_run(numerics) -> None:
     assert kept == caches(numerics, size, 2)
 
 
+@pytest.mark.slow
 def test_a_whole_state_continues_elsewhere_with_the_same_bits() -> None:
     """What a handoff relies on: blocks and one window state are all that a sequence is."""
     model = model_of("kvq")
@@ -139,6 +141,7 @@ def test_a_row_that_would_read_what_is_not_there_is_refused(rule, position, repl
     assert before == caches("kvq", 32)
 
 
+@pytest.mark.slow
 def test_an_encoder_state_needs_decoder_replay_at_a_blocks_end() -> None:
     """Its decoder part is empty, so a row may start there only where decoder layers look at nothing before it."""
     prefill("kvq", IDS[:32])

@@ -39,6 +39,7 @@ def folder(tmp_path_factory, tokenizer):
     return made
 
 
+@pytest.mark.slow
 def test_defaults_are_the_golden_checkpoint_s_sizes(folder) -> None:
     """The same config, derived parts included, and the same tensors: only the numbers differ."""
     config = read_v41_config(folder)
@@ -50,6 +51,7 @@ def test_defaults_are_the_golden_checkpoint_s_sizes(folder) -> None:
     assert Checkpoint(tiny_v41(), config).names == Checkpoint(folder, config).names
 
 
+@pytest.mark.slow
 def test_the_model_answers(folder) -> None:
     """With finite logits, tokens that vary, and neither certainty nor indifference."""
     executor = Executor.load(folder, dtype="fp32", threads=1, num_blocks=16, num_windows=2)
@@ -64,6 +66,7 @@ def test_the_model_answers(folder) -> None:
     assert -4.5 < sum(logprobs) / 16 < -0.2
 
 
+@pytest.mark.slow
 def test_the_same_seed_makes_the_same_bytes(tmp_path, tokenizer) -> None:
     """In every file; another seed makes other weights, and sharding changes none."""
     for name, seed in {"one": 7, "two": 7, "other": 8}.items():
@@ -79,6 +82,7 @@ def test_the_same_seed_makes_the_same_bytes(tmp_path, tokenizer) -> None:
         assert torch.equal(one.dense(name), shards.dense(name))
 
 
+@pytest.mark.slow
 def test_sizes_may_be_chosen(tmp_path, tokenizer) -> None:
     """Without a tower, with a larger vocabulary and another picture limit; progress reaches the end."""
     steps: list[tuple[str, int, int]] = []

@@ -83,6 +83,7 @@ TENSORS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [Kind.F32, Kind.F16, Kind.BF16, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.Q4_K, Kind.Q6_K]
 )

@@ -186,6 +186,7 @@ async def exit_code(started: asyncio.subprocess.Process, seconds: float = 5) -> 
         return await started.wait()
 
 
+@pytest.mark.slow
 async def test_a_process_is_light_and_ends_on_sigterm_with_0() -> None:
     """Idle, torch-free, everything loaded that every service has: far below the 120 MiB a service may take."""
     async with process() as started:

@@ -29,6 +29,7 @@ async def rig(folder):
         running.replica.engine._pool.check_integrity()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_tokens", [1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 40])
 async def test_same_tokens_as_one_process(rig, num_tokens):
     """Around block borders, the answer is what one process alone computes."""

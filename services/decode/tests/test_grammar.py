@@ -82,6 +82,7 @@ async def test_answers_obey_their_grammar_and_end_with_it(rig, factory):
         assert FINISH_REASON_UNSPECIFIED == events[-2].finish_reason
 
 
+@pytest.mark.slow
 async def test_a_preempted_sequence_keeps_its_place(folder, factory):
     """Too few blocks for all: some are preempted and computed again, and no token differs."""
     body = {"lark_grammar": "start: /([a-c][0-9]){30}/"}

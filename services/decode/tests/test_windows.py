@@ -30,6 +30,7 @@ async def rig(request, v41, tmp_path):
         running.replica.engine._pool.check_integrity()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_tokens", [pytest.param(1, marks=SLOW), BLOCK, pytest.param(100, marks=SLOW)])
 async def test_a_handed_over_window_goes_on(rig, num_tokens):
     """The answer is what one process alone computes, also when only the window had to travel."""

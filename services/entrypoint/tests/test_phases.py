@@ -75,6 +75,7 @@ async def test_a_recipe_that_goes_away_ends_its_requests(phase):
         assert world.reasons() <= {"disconnect"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", some_fast("prefill", "handoff"))
 async def test_a_deadline_ends_a_request_everywhere(phase, monkeypatch):
     monkeypatch.setattr(flow, "LOOKUP_SECONDS", 5.0)  # beyond the deadline: nothing but that ends the wait
@@ -88,6 +89,7 @@ async def test_a_deadline_ends_a_request_everywhere(phase, monkeypatch):
         assert world.reasons() <= {"deadline"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("phase", "victim", "survivors"),
     [

@@ -24,6 +24,7 @@ def small(tmp_path_factory):
     return folder, result.output
 
 
+@pytest.mark.slow
 def test_the_folder_is_whole_and_named(small) -> None:
     """Config, weights and tokenizer; the last line is the folder, and the answers are promised to mean nothing."""
     folder, output = small

@@ -30,6 +30,7 @@ def first_of(events):
     return next(event.first_token for event in events if event.HasField("first_token"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_tokens", [1, BLOCK, BLOCK + 1, 3 * BLOCK - 1, 100])
 async def test_same_first_token_and_kv_as_one_process(rig, num_tokens):
     """Chunked and beside others, a prompt gives the bytes and the token that it gives alone."""

@@ -67,6 +67,7 @@ async def test_the_window_stores_counts_are_in_the_metrics(tmp_path, monkeypatch
         assert 1 == len(folders(tmp_path))
 
 
+@pytest.mark.slow
 def test_the_card_names_windows_and_images(tmp_path):
     """By the model; the folder may name a replay mode, and a wrong one is refused by name."""
     executor = load(tiny_v41(), 41)

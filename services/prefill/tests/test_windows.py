@@ -54,6 +54,7 @@ def saved(root):
     return sorted(int(path.name.split(".")[1]) for path in folders(root)[0].glob("*.whole"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["shm", "grpc"])
 @pytest.mark.parametrize("num_tokens", [pytest.param(1, marks=SLOW), BLOCK, pytest.param(53, marks=SLOW)])
 async def test_the_window_travels_behind_the_blocks(v41, tmp_path, backend, num_tokens):
@@ -73,6 +74,7 @@ async def test_the_window_travels_behind_the_blocks(v41, tmp_path, backend, num_
         await rig.idle()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "num_tokens", [38, pytest.param(37, marks=SLOW), pytest.param(100, marks=SLOW), pytest.param(257, marks=SLOW)]
 )

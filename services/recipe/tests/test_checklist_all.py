@@ -183,6 +183,7 @@ async def test_headers(deep: Running) -> None:
         assert ("text/event-stream; charset=utf-8", "no") == (headers["content-type"], headers["x-accel-buffering"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("per_step", [1, 7])
 async def test_three_apis_one_conversation(deep: Running, per_step: int) -> None:
     """Case 114: the same chat by all three: same prompt, same text, reasoning, calls, and the same cached tokens."""

@@ -38,6 +38,7 @@ def grammars(deep: Running) -> list[bytes]:
     return [request.grammar.body for request in deep.entrypoint.submitted]
 
 
+@pytest.mark.slow
 async def test_a_schema_in_all_apis(deep: Running) -> None:
     """Cases 85 and 109: parse() works, and the same schema is the same grammar whichever API asked."""
     deep.play(answering('hm</think>{"city": "Paris"}'))

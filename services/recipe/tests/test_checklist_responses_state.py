@@ -187,6 +187,7 @@ async def test_background_stream_and_resume(kept: Running, other: Running) -> No
     assert done.model_dump() == last.response.model_dump()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 async def test_cancel(kept: Running, other: Running, stream: bool) -> None:
     """Case 79: from the other replica; the engines are told, what there was is kept, and streams end."""
@@ -242,6 +243,7 @@ async def test_only_background_responses_are_cancelled(kept: Running) -> None:
         await kept.sdk.responses.retrieve(response.id, stream=True)
 
 
+@pytest.mark.slow
 async def test_conversations(kept: Running, other: Running) -> None:
     """Case 81: input and output are appended, and come before the next input; not both kinds of context at once."""
     conversation = await kept.sdk.conversations.create(

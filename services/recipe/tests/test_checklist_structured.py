@@ -146,6 +146,7 @@ async def test_unsupported_keyword(model: Running, keyword: str) -> None:
     assert f"response_format.json_schema.schema.properties.a.{keyword}" == error["param"]
 
 
+@pytest.mark.slow
 async def test_schema_bomb(serving_both: dict[str, Running]) -> None:
     """A 400 in time, and the service goes on."""
     model = serving_both["tiny"]

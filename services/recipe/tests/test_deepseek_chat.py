@@ -182,6 +182,7 @@ async def test_no_tools_no_calls(deep: Running) -> None:
     assert (whole.choices[0].message.content or "").startswith("c\n\n<｜DSML｜ calls>")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("per_step", [1, 100])
 async def test_stop_strings_and_limits(deep: Running, per_step: int) -> None:
     """Stop strings are not looked for in reasoning or arguments; a call cut off by the limit ends with length."""
@@ -319,6 +320,7 @@ async def test_completions_take_ids_of_the_vocabulary_only(deep: Running) -> Non
     assert (400, 200) == (forged.status_code, control.status_code)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("renderer", ["deepseek-recipe", "deepseek-v4.1"])
 async def test_either_renderer_serves(tmp_path: Path, renderer: str) -> None:
     """fathom.json chooses; the answers agree."""

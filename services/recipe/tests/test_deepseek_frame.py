@@ -90,6 +90,7 @@ def text_of(events: list[Event]) -> str:
     return "".join(event.text for event in events if isinstance(event, Text))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("effort", ["none", "high"])
 async def test_required_calls_are_made_and_valid(compiler: GrammarCompiler, effort: str) -> None:
     """At least one, of declared tools, with arguments that their schemas accept; and no text."""
@@ -126,6 +127,7 @@ async def test_with_tools_an_answer_has_the_form_or_is_a_call(compiler: GrammarC
             Draft202012Validator(POINT).validate(json.loads(text_of(events)))
 
 
+@pytest.mark.slow
 async def test_strict_tools_leave_text_free_and_bind_calls(compiler: GrammarCompiler) -> None:
     """Auto stays auto; a call that is made obeys."""
     read = await answers(compiler, Constraint(tools=ToolUse(strict_names=("book",))), (BOOK,), num=14)

@@ -128,6 +128,7 @@ def test_dates_exist() -> None:
     assert "date" in FORMATS
 
 
+@pytest.mark.slow
 @given(st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3)
