@@ -82,8 +82,8 @@ def state_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 async def shared_deep(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Running]:
     """One recipe for a V4.1 model, for all tests that leave it as they found it."""
     folder = write_folder(tmp_path_factory.mktemp("models") / "deep")
-    async with serve_recipe(lambda _request: (), folder) as running:
-        running.entrypoint.models[:] = [ModelCard(name="deep", context_tokens=4096, takes_images=True)]
+    card = ModelCard(name="deep", context_tokens=4096, takes_images=True)
+    async with serve_recipe(lambda _request: (), folder, card=card) as running:
         yield running
 
 

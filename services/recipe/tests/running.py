@@ -11,6 +11,7 @@ import httpx
 from openai import AsyncOpenAI
 
 from proto import entrypoint_pb2_grpc
+from proto.common_pb2 import ModelCard
 from services.chassis import testing
 from services.chassis.service import Service
 from services.recipe.config import RecipeSettings
@@ -49,9 +50,16 @@ Starter = Callable[..., AbstractAsyncContextManager[Running]]
 
 
 @asynccontextmanager
-async def serve_recipe(script: Script, model: Path, **settings: Any) -> AsyncIterator[Running]:
-    """Run a recipe on a free port before an entrypoint that plays `script`."""
+async def serve_recipe(
+    script: Script, model: Path, *, card: ModelCard | None = None, **settings: Any
+) -> AsyncIterator[Running]:
+    """Run a recipe on a free port before an entrypoint that plays `script`.
+
+    card: of the one model served, which the recipe asks for as it starts; None: the tiny one's.
+    """
     entrypoint = ScriptedEntrypoint(script)
+    if card is not None:
+        entrypoint.models[:] = [card]
 
     def add(server: Any) -> None:
         entrypoint_pb2_grpc.add_EntrypointServicer_to_server(entrypoint, server)

@@ -123,8 +123,8 @@ async def test_stream(deep: Running, claude: anthropic.AsyncAnthropic, per_step:
 async def test_ping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Case 98: silence is filled by ping events, which the SDK passes over."""
     monkeypatch.setattr(server, "Front", functools.partial(Front, ping_seconds=0.05))
-    async with serve_recipe(answering("</think>ok", after=0.25), write_folder(tmp_path / "deep")) as slow:
-        slow.entrypoint.models[:] = [ModelCard(name="deep", context_tokens=4096)]
+    card = ModelCard(name="deep", context_tokens=4096)
+    async with serve_recipe(answering("</think>ok", after=0.25), write_folder(tmp_path / "deep"), card=card) as slow:
         raw = await slow.post("/v1/messages", {"model": "deep", "max_tokens": 9, "messages": HELLO, "stream": True})
         async with (
             anthropic.AsyncAnthropic(base_url=slow.url, api_key="none") as client,

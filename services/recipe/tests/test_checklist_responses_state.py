@@ -31,12 +31,11 @@ async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[
     """Two recipes that share their state."""
     path = tmp_path_factory.mktemp("state")
     folder, state_url = write_folder(path / "deep"), f"sqlite:///{path / 'state.sqlite3'}"
+    card = ModelCard(name="deep", context_tokens=4096, takes_images=True)
     async with (
-        serve_recipe(lambda _request: (), folder, state_url=state_url) as one,
-        serve_recipe(lambda _request: (), folder, state_url=state_url) as other,
+        serve_recipe(lambda _request: (), folder, card=card, state_url=state_url) as one,
+        serve_recipe(lambda _request: (), folder, card=card, state_url=state_url) as other,
     ):
-        for running in (one, other):
-            running.entrypoint.models[:] = [ModelCard(name="deep", context_tokens=4096, takes_images=True)]
         yield one, other
 
 
@@ -303,8 +302,8 @@ async def test_a_server_that_stops_says_so(tmp_path: Path) -> None:
     """Case 79: what it could not finish in drain_seconds is failed, not lost, and stays to be read."""
     folder, state_url = write_folder(tmp_path / "deep"), f"sqlite:///{tmp_path / 'state.sqlite3'}"
     script = answering("hm</think>" + "The end " * 200, after=0.05)
-    async with serve_recipe(script, folder, state_url=state_url, drain_seconds=1) as running:
-        running.entrypoint.models[:] = [ModelCard(name="deep", context_tokens=4096)]
+    card = ModelCard(name="deep", context_tokens=4096)
+    async with serve_recipe(script, folder, card=card, state_url=state_url, drain_seconds=1) as running:
         response_id = (await ask(running, background=True)).id
     async with serve_recipe(script, folder, state_url=state_url) as running:
         found = await running.sdk.responses.retrieve(response_id)

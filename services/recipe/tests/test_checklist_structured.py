@@ -54,11 +54,9 @@ async def serving_both(folder: Path, tmp_path_factory: pytest.TempPathFactory) -
     config = json.loads((roomy / "config.json").read_text())
     (roomy / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
     async with (
-        serve_recipe(lambda _request: (), roomy) as tiny,
-        serve_recipe(lambda _request: (), deep_folder) as deep,
+        serve_recipe(lambda _request: (), roomy, card=ModelCard(name="tiny", context_tokens=4096)) as tiny,
+        serve_recipe(lambda _request: (), deep_folder, card=ModelCard(name="deep", context_tokens=4096)) as deep,
     ):
-        tiny.entrypoint.models[:] = [ModelCard(name="tiny", context_tokens=4096)]
-        deep.entrypoint.models[:] = [ModelCard(name="deep", context_tokens=4096)]
         yield {"tiny": tiny, "deep": deep}
 
 

@@ -51,8 +51,8 @@ RULES = ImageRules(14, 3, 64, 7056)
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def serving_deep(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Running]:
     folder = write_folder(tmp_path_factory.mktemp("models") / "deep")
-    async with serve_recipe(lambda _request: (), folder) as running:
-        running.entrypoint.models[:] = [ModelCard(name="deep", context_tokens=4096, takes_images=True)]
+    card = ModelCard(name="deep", context_tokens=4096, takes_images=True)
+    async with serve_recipe(lambda _request: (), folder, card=card) as running:
         yield running
 
 
@@ -324,8 +324,8 @@ async def test_completions_take_ids_of_the_vocabulary_only(deep: Running) -> Non
 @pytest.mark.parametrize("renderer", ["deepseek-recipe", "deepseek-v4.1"])
 async def test_either_renderer_serves(tmp_path: Path, renderer: str) -> None:
     """fathom.json chooses; the answers agree."""
-    async with serve_recipe(answering(CALLING), write_folder(tmp_path / "x", renderer=renderer)) as running:
-        running.entrypoint.models[:] = [ModelCard(name="deep", context_tokens=4096)]
+    card = ModelCard(name="deep", context_tokens=4096)
+    async with serve_recipe(answering(CALLING), write_folder(tmp_path / "x", renderer=renderer), card=card) as running:
         whole = await ask(running, tools=[WEATHER])
 
     assert rendered(user("hello"), tools=(TOOL,)) == prompt_of(running)

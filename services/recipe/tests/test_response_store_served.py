@@ -20,8 +20,7 @@ async def test_without_its_database_the_recipe_serves_what_needs_none(tmp_path: 
     """Only requests about what is kept get a 503; the recipe starts, and others are answered."""
     state_url = f"postgresql://me@localhost/x?host={tmp_path}"
     folder = write_folder(tmp_path / "deep")
-    async with serve_recipe(answering("</think>ok"), folder, state_url=state_url) as recipe:
-        recipe.entrypoint.models[:] = [CARD]
+    async with serve_recipe(answering("</think>ok"), folder, card=CARD, state_url=state_url) as recipe:
         kept: dict[str, Any] = {"model": "deep", "input": "hello"}
         answer = await recipe.sdk.responses.create(**kept, store=False)
         chat = await recipe.sdk.chat.completions.create(model="deep", messages=[{"role": "user", "content": "hello"}])
@@ -46,11 +45,9 @@ async def test_two_recipes_on_postgresql_are_one(tmp_path: Path, postgresql: str
     """A background response is created at one, streamed, polled and deleted at the other."""
     state_url, folder = empty_database(postgresql), write_folder(tmp_path / "deep")
     async with (
-        serve_recipe(answering("hm</think>ok"), folder, state_url=state_url) as one,
-        serve_recipe(lambda _request: (), folder, state_url=state_url) as other,
+        serve_recipe(answering("hm</think>ok"), folder, card=CARD, state_url=state_url) as one,
+        serve_recipe(lambda _request: (), folder, card=CARD, state_url=state_url) as other,
     ):
-        for recipe in (one, other):
-            recipe.entrypoint.models[:] = [CARD]
         created = await one.sdk.responses.create(model="deep", input="hello", background=True, stream=True)
         first = await anext(aiter(created))
         assert first.type == "response.created"
