@@ -4,7 +4,7 @@ PY ?= python3
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help install up down test check e2e bench proto mutants
+.PHONY: help install up down test check fuzz e2e bench proto mutants
 .DEFAULT_GOAL := help
 
 help: ## This list
@@ -29,6 +29,9 @@ test: install ## Every test: unit, integration and whole-suite (about ten minute
 
 check: install ## Lint, types, import contracts, size ceilings, fresh stubs, fast tests (under a minute when warm)
 	@$(BIN)/python -m tools.check
+
+fuzz: install ## The tests that take many minutes: all seeds, all bodies
+	@$(BIN)/python -m pytest -m long services e2e $(ARGS)
 
 e2e: install ## Only the whole-suite tests
 	@$(BIN)/python -m pytest e2e $(ARGS)

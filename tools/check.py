@@ -42,7 +42,10 @@ CHECKS = (
     Check("types", _python("mypy")),
     Check(
         "fast tests",
-        _python("pytest", "-q", "-m", "not slow", "-x", "--no-header", "-n", "2", "--dist", "worksteal"),
+        (
+            *("env", "OMP_NUM_THREADS=1", "OMP_WAIT_POLICY=PASSIVE"),
+            *_python("pytest", "-q", "-m", "not slow", "-x", "--no-header", "-n", "2", "--dist", "worksteal"),
+        ),
     ),
     Check("import contracts", (str(_BIN / "lint-imports"),)),
     Check("lint", (str(_BIN / "ruff"), "check", "--quiet")),
