@@ -18,6 +18,7 @@ from kernels.batch import Batch, Row, Sampled
 from kernels.kv.replay import Mode
 from kernels.models.load import open_model
 from kernels.models.model import Dtype, Model, ModelInfo, OpenedModel, Progress
+from kernels.models.weights import BadWeights
 from kernels.ops.allocator import keep_freed_memory
 from kernels.ops.row_tiles import NotInvariant
 from kernels.ops.sampler import Draw, UnusableLogits, sample
@@ -49,6 +50,7 @@ class Executor:
         self,
         model: Model,
         *,
+        model_dir: Path,
         num_blocks: int,
         num_windows: int,
         replay: Mode,
@@ -70,6 +72,7 @@ class Executor:
             b"fathom.model.1" + weights_digest + self.layout.digest() + self.recipe.encode()
         ).digest()
         self._model = model
+        self._model_dir = model_dir
 
     @classmethod
     @torch.inference_mode()
@@ -109,7 +112,15 @@ class Executor:
         windows = num_windows + 1 if opened.window else 0
         digest = opened.weights_digest()
         model = opened.build(num_blocks=blocks, num_windows=windows)
-        return cls(model, num_blocks=blocks, num_windows=windows, replay=replay, threads=threads, weights_digest=digest)
+        return cls(
+            model,
+            model_dir=model_dir,
+            num_blocks=blocks,
+            num_windows=windows,
+            replay=replay,
+            threads=threads,
+            weights_digest=digest,
+        )
 
     @property
     def row_tiles(self) -> tuple[int, ...]:
@@ -121,7 +132,7 @@ class Executor:
         """Prove the promise on the whole model and touch the memory a step uses. Only while no block is in use.
 
         One sequence computed whole, and in chunks ending with a decode step beside a batch mate, must give the same
-        logits and the same KV in every bit.  Raises NotInvariant.
+        logits and the same KV in every bit.  Raises NotInvariant, and BadWeights for what no token can be drawn from.
         """
         report = progress or _silent
         block_tokens = self.layout.block_tokens
@@ -137,6 +148,10 @@ class Executor:
             self.reset_window(slot)
         report("warm up", 0, len(splits) + 1)
         expected = self.logits(Batch((Row(0, ids, 0, whole, window=windows[0]),)))[0]
+        if not torch.isfinite(expected).all():  # NaN is not even equal to itself: say what is wrong
+            raise BadWeights(
+                self._model_dir, ["a prompt's logits are not finite: NaN or infinite values in the weights"]
+            )
         kv = [self.read_block(block_id) for block_id in whole]
         state = self.read_window(windows[0])
         got = expected

@@ -11,6 +11,7 @@ from kernels.batch import Batch, Row
 from kernels.executor import Executor
 from kernels.models.dense import DenseModel
 from kernels.models.model import Dtype
+from kernels.models.weights import BadWeights
 from kernels.ops.row_tiles import NotInvariant
 from kernels.tests.tiny_models import write_tiny
 
@@ -105,6 +106,20 @@ def test_warm_up_proves_the_whole_model(dtype) -> None:
     executor.warm_up()
 
     assert bytes(executor.layout.block_bytes) == executor.read_block(1)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_warm_up_refuses_weights_that_are_not_numbers(tmp_path, value) -> None:
+    """By their name: every request would end without a token."""
+    executor = Executor.load(write_tiny("mistral", tmp_path), dtype="fp32", threads=1, num_blocks=20)
+    model = executor._model
+    assert isinstance(model, DenseModel)
+    down = model._model.layers[0].down.linear
+    sound = down.apply
+    down.apply = lambda rows: sound(rows) * value
+
+    with pytest.raises(BadWeights, match="not finite"):
+        executor.warm_up()
 
 
 def test_warm_up_refuses_a_kernel_that_is_not_invariant(tmp_path) -> None:

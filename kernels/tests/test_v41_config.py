@@ -119,6 +119,11 @@ def test_a_field_that_cannot_be_is_named(raw, changes, reason) -> None:
         ({"dspark_target_layer_ids": [5, 6, 7]}, "not layers of one half"),
         ({"dspark_noise_token_id": 320}, "outside the vocabulary"),
         ({"moe_intermediate_size": 72}, "moe_intermediate_size 72 is not a multiple of 32"),
+        ({"kv_source_layer_ids": []}, "the first layer of ratio 1 is not the last KV source"),
+        ({"engram_vocab_size": 10**18}, "fewer rows than tables of engram_vocab_size"),
+        ({"engram_pad_token_id": 320}, "engram_pad_token_id lies outside"),
+        ({"dspark_target_layer_ids": [9, 9, 11]}, "names a layer twice"),
+        ({"dspark_block_size": 16}, "dspark_block_size is not smaller"),
     ],
 )
 def test_parts_that_do_not_fit_are_named(raw, changes, reason) -> None:
@@ -165,3 +170,20 @@ def test_end_tokens_come_from_the_generation_config_first(raw) -> None:
     assert (1,) == parse_v41_config(raw, {}).eos_token_ids
     assert before == raw
     assert isinstance(parse_v41_config(real(raw), {}), V41Config)
+
+
+@pytest.mark.parametrize(
+    ("eos", "reason"),
+    [
+        ("a", "generation_config.eos_token_id is 'a'"),
+        ([1, None], "generation_config.eos_token_id is [1, None]"),
+        ([1, 320], "eos_token_id lies outside the vocabulary"),
+        (-1, "generation_config.eos_token_id is -1"),
+    ],
+)
+def test_end_tokens_that_cannot_be_are_named(raw, eos, reason) -> None:
+    """One beyond the vocabulary would have every request refused."""
+    with pytest.raises(ModelNotSupported) as raised:
+        parse_v41_config(raw, {"eos_token_id": eos})
+
+    assert reason in str(raised.value)

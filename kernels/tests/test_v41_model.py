@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from torch import Tensor
 from kernels.batch import SamplingParams
 from kernels.executor import Executor
 from kernels.generate import GenerateRequest, Generator
+from kernels.kv.replay import Mode
 from kernels.models.config import ModelNotSupported
 from kernels.tests.golden_files import golden, golden_json, golden_names, tiny_v41
 from kernels.tests.v41_rig import Watcher, all_logits, model_of, row_of, run, start
@@ -147,3 +150,12 @@ def forward_n48(numerics: str) -> Watcher:
     start(numerics)
     run(numerics, row_of(ids, 0, len(ids)), watch=watch)
     return watch
+
+
+@pytest.mark.slow
+def test_what_another_replay_mode_computed_is_never_found() -> None:
+    """Blocks and states are named by the mode too: an encoder state cannot stand in for a whole one, or the reverse."""
+    modes: tuple[Mode, ...] = get_args(Mode)
+    loaded = [Executor.load(tiny_v41(), dtype="fp32", threads=1, num_blocks=2, replay=mode) for mode in modes]
+
+    assert 3 == len({each.fingerprint for each in loaded})

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
-from kernels.batch import Replay
+from kernels.batch import Image, Replay
 from kernels.models.model import BadBatch
 from kernels.tests.golden_files import golden
 from kernels.tests.v41_rig import IDS, all_logits, blocks_of, caches, model_of, prefill, row_of, run, start
@@ -54,6 +55,63 @@ def test_decoder_replay_equals_the_reference_and_its_mask(numerics, most, name, 
 
 
 @pytest.mark.slow
+def test_what_decoder_replay_hides_is_not_stored_either() -> None:
+    """Also when fewer tokens are kept than a ring has slots: those below leave every decoder ring as it was."""
+    size, keep_from = 48, 38
+    masked = prefill("kvq", IDS[:size], replay=Replay(keep_from=keep_from))
+    kept = caches("kvq", size)
+    compacted = prefill("kvq", IDS[:size], (7, 20, 39), replay=Replay(keep_from=keep_from, compact=True))
+
+    assert torch.equal(masked, compacted)
+    assert kept == caches("kvq", size)
+
+
+def test_images_stay_images_where_others_skip_the_decoder() -> None:
+    """Beside batch mates, in chunks: `mask` is the oracle of `compact` for prompts with images too."""
+    rows = [index % 7 / 7 - 0.5 for index in range(5 * 128)]
+    image = Image(29, 5, struct.pack(f"<{len(rows)}f", *rows))
+    ids = [*IDS[:29], 322, 321, 321, 321, 321, *IDS[34:48]]
+
+    def logits(*, compact: bool) -> Tensor:
+        replay = Replay(keep_from=26, compact=compact)
+        mate = row_of(ids, 0, 40, sequence=2, replay=Replay(keep_from=18, compact=compact), images=(image,))
+        return prefill("kvq", ids, (20,), mates=(mate,), replay=replay, images=(image,))
+
+    masked = logits(compact=False)
+    kept = caches("kvq", 48), caches("kvq", 40, 2)
+    assert torch.equal(masked, logits(compact=True))
+    assert kept == (caches("kvq", 48), caches("kvq", 40, 2))
+
+
+def test_decoder_layers_see_no_window_below_where_it_begins() -> None:
+    """Whatever decoder replay keeps: an empty ring's zeros are not keys."""
+    prefill("kvq", IDS[:64])
+    model = model_of("kvq")
+    blocks = [model.read_block(block) for block in blocks_of(1)[:4]]
+
+    def logits(keep_from: int) -> Tensor:
+        start("kvq")
+        for block, payload in zip(blocks_of(1), blocks, strict=False):
+            model.write_block(block, payload)
+        return run("kvq", row_of(IDS, 48, 64, replay=Replay(window_from=48, write_from=64, keep_from=keep_from)))
+
+    assert torch.equal(logits(48), logits(20))
+
+
+def test_half_an_entry_is_not_written() -> None:
+    """A window that begins between the two tokens of an entry lacks the first: the entry stays what it was."""
+    model = model_of("kvq")
+    prefill("kvq", IDS[:32])
+    stream = model.layout.stream(2, "main.fp8-fp4")
+    record = slice(stream.offset, stream.offset + stream.shape[1])
+    block = blocks_of(1)[1]
+    found = model.read_block(block)
+    model.reset_window(1)
+    run("kvq", row_of(IDS, 17, 32, replay=Replay(window_from=17)))
+
+    assert found[record] == model.read_block(block)[record]
+
+
 @pytest.mark.parametrize(("numerics", "most"), MODES)
 def test_hits_equal_the_reference(numerics, most) -> None:
     """90 tokens of which 80 were found: with a window state, without one, and rewriting or keeping the block before."""
@@ -148,6 +206,8 @@ def test_an_encoder_state_needs_decoder_replay_at_a_blocks_end() -> None:
     model = model_of("kvq")
     state = model.read_window(1, encoder_only=True)
     model.write_window(1, state)
-    with pytest.raises(BadBatch, match="encoder state"):
-        run("kvq", row_of(IDS, 32, 40))
+    assert not any(model.read_window(1, encoder_only=False)[len(state) :]), "nothing of the sequence before is left"
+    for position, replay in ((32, Replay()), (34, Replay(keep_from=38))):
+        with pytest.raises(BadBatch, match="encoder state"):
+            run("kvq", row_of(IDS, position, 40, replay=replay))
     run("kvq", row_of(IDS, 32, 60, replay=Replay(keep_from=38, compact=True)))

@@ -60,6 +60,15 @@ def test_any_depth_up_to_six_leaves_no_trace(depth, position) -> None:
     assert torch.equal(*continued)
 
 
+def test_a_prompts_own_tokens_can_be_taken_back() -> None:
+    """All six of a prompt computed whole: its rings keep the keys from before them, which nobody else wrote."""
+    expected = prefill("kvq", IDS[:48], sequence=2)
+    prefill("kvq", [*IDS[:34], *(token + 1 for token in IDS[:6])])
+
+    assert torch.equal(expected, run("kvq", row_of(IDS, 34, 48))[0])
+    assert caches("kvq", 48, 2)[:-1] == caches("kvq", 48)[:-1]
+
+
 def test_seven_tokens_cannot_be_taken_back() -> None:
     """Their slots in the rings hold what came after: the row is refused before anything changes."""
     prefill("kvq", IDS[:40])

@@ -37,6 +37,8 @@ _PREFIX = "fathom.windows"  # not "fathom-": those folders belong to one boot an
 _USERS, _WRITING = "users", "writing"
 _OPEN_ATTEMPTS = 20
 _PENDING_BYTES = 64 << 20
+_LOCK_SECONDS = 1.0
+"""Longest wait for another writer, which takes milliseconds: one that was stopped must not hold up all prompts."""
 
 
 class Start(Protocol):
@@ -118,7 +120,7 @@ class WindowStore:
         """Return a state that was verified whole, or None; a file that is not what it should be is removed."""
         path = self._path(key, position)
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError:
             return None
         except OSError:  # a link, or a folder: nothing of ours
@@ -150,7 +152,7 @@ class WindowStore:
                 self.folder, self._users = _open_folder(self.folder)
             with self._writing():
                 kept = self._keep(path, header, payload)
-        except OSError:  # shared memory is full, or the folder just went away
+        except OSError:  # shared memory is full, the folder just went away, or another writer hangs
             kept = False
         self.counts.num_dropped += not kept
         return kept
@@ -227,7 +229,7 @@ class WindowStore:
     def _writing(self) -> Iterator[None]:
         descriptor = os.open(self.folder / _WRITING, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            _lock(descriptor)
             yield
         finally:
             os.close(descriptor)
@@ -311,6 +313,20 @@ def folders(root: Path = SHM_ROOT) -> list[Path]:
 
 def _nothing() -> None:
     """Come after what was submitted before."""
+
+
+def _lock(descriptor: int) -> None:
+    """Raises BlockingIOError when somebody else holds it for too long."""
+    give_up = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= give_up:
+                raise
+            time.sleep(0.001)
+        else:
+            return
 
 
 def _touch(descriptor: int) -> None:

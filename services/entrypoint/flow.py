@@ -38,7 +38,7 @@ async def generate(request: Request, card: ModelCard, peers: Peers, answer: Answ
 
         # Late, so that the choice is fresh; now, so that prefill knows where the KV goes before its last chunk is done.
         kv_tokens = opening.last_chunk_started.kv_tokens
-        decode, first_token = await begin_decode(request, kv_tokens, prefill, peers, held)
+        decode, first_token = await begin_decode(prefill.request, kv_tokens, prefill, peers, held)
         answer.begin(first_token)
         prefill.booking.release()  # it stood for tokens to compute; they are computed
 

@@ -54,7 +54,8 @@ class Leg(ABC, Generic[Command, Event]):
         self.error: Exception | None = None
         """What ended this leg, if not its last event."""
         self._stream = stream
-        self._request = request
+        self.request = request
+        """What was submitted: its images may have been encoded again since it was admitted."""
         self._cause = current_traceparent()
         self._items: asyncio.Queue[Event | _Failure] = asyncio.Queue()
         self._partner: Leg[Any, Any] | None = None
@@ -81,7 +82,7 @@ class Leg(ABC, Generic[Command, Event]):
         """Say whether the replica has forgotten the request after this event."""
 
     async def __aenter__(self) -> Self:
-        self._task = asyncio.create_task(self._run(), name=f"{self.span_name} {self._request.request_id}")
+        self._task = asyncio.create_task(self._run(), name=f"{self.span_name} {self.request.request_id}")
         return self
 
     async def __aexit__(
@@ -134,13 +135,13 @@ class Leg(ABC, Generic[Command, Event]):
     async def _connect(self) -> Subscription:
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
-                return await self._stream.open_request(self._request.request_id)
+                return await self._stream.open_request(self.request.request_id)
         except TimeoutError:
             raise PeerLost(f"{self.booking.replica} cannot be reached") from None
 
     def _traced_request(self) -> Request:
         traced = Request()
-        traced.CopyFrom(self._request)
+        traced.CopyFrom(self.request)
         traced.traceparent = current_traceparent()
         for image in traced.images:  # engines fetch embeddings by hash; the bytes stay here for a second encoding
             image.ClearField("data")
@@ -163,7 +164,7 @@ class Leg(ABC, Generic[Command, Event]):
     async def _cancel(self) -> None:
         # A broken stream has cancelled all its requests already. Sending only queues, so it is safe while cancelled.
         with contextlib.suppress(FathomError):
-            cancel = Cancel(request_id=self._request.request_id, reason=self._reason)
+            cancel = Cancel(request_id=self.request.request_id, reason=self._reason)
             await self._stream.send(self._cancellation(cancel))
 
 
@@ -192,7 +193,7 @@ class PrefillLeg(Leg[PrefillCommand, PrefillEvent]):
         """Say where the KV goes."""
         to = decode.booking
         deliver = PrefillDeliver(
-            request_id=self._request.request_id, replica=to.replica, address=to.address, boot_id=to.boot_id
+            request_id=self.request.request_id, replica=to.replica, address=to.address, boot_id=to.boot_id
         )
         await self._stream.send(PrefillCommand(deliver=deliver))
 

@@ -97,5 +97,13 @@ def _name_of(folder: Path) -> str:
 
 
 def _described(folder: Path) -> dict[str, Any]:
-    described = folder / "fathom.json"
-    return dict(json.loads(described.read_text(encoding="utf-8"))) if described.is_file() else {}
+    file = folder / "fathom.json"
+    if not file.is_file():
+        return {}
+    try:
+        described = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} cannot be read: {error}") from error
+    if not isinstance(described, dict):
+        raise ValueError(f"{file} is not a JSON object")  # noqa: TRY004 - what a file says is a value
+    return described

@@ -208,7 +208,6 @@ def _config(raw: Mapping[str, Any], generation: Mapping[str, Any], problems: lis
     _check_fixed(text, Fields(raw.get("quantization_config"), "quantization_config", problems))
     vision = raw.get("vision_config")
     num_layers = text.whole("num_hidden_layers")
-    eos = generation.get("eos_token_id", raw.get("eos_token_id"))
     return V41Config(
         vocab_size=text.whole("vocab_size"),
         hidden_size=text.whole("hidden_size"),
@@ -243,8 +242,19 @@ def _config(raw: Mapping[str, Any], generation: Mapping[str, Any], problems: lis
         bos_token_id=top.whole("bos_token_id", least=0),
         pad_token_id=top.whole("pad_token_id", least=0),
         image_token_id=top.whole("image_token_id", least=0),
-        eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(map(int, eos)),
+        eos_token_ids=_eos(top, generation, problems),
     )
+
+
+def _eos(top: Fields, generation: Mapping[str, Any], problems: list[str]) -> tuple[int, ...]:
+    """One id or a list of them, of generation_config.json if it names any; none where neither file does."""
+    fields = top
+    if generation.get("eos_token_id") is not None:
+        fields = Fields(generation, "generation_config", problems)
+    named = fields.get("eos_token_id")
+    if named is None:
+        return ()
+    return fields.wholes("eos_token_id") if isinstance(named, list) else (fields.whole("eos_token_id", least=0),)
 
 
 def _check_fixed(text: Fields, quantization: Fields) -> None:

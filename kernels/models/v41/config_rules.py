@@ -31,7 +31,7 @@ def contradictions(config: V41Config) -> list[str]:
         "a layer of ratio 1 or 2 comes before the first KV source": not any(ratios[:first_source]),
         "a KV source does not select entries": set(sources) <= set(config.index_sources),
         "the first layer of ratio 1 is not the last KV source and candidate source": encoder == config.num_layers
-        or (encoder == sources[-1] == config.candidate_source),
+        or (encoder == max(sources, default=-1) == config.candidate_source),
         "qk_rope_head_dim is odd, or larger than a head or an index head": config.rope_dims % 2 == 0
         and config.rope_dims <= min(config.head_dim, config.index_dim),
         "num_attention_heads is not a multiple of o_groups": config.num_heads % config.o_groups == 0,
@@ -47,7 +47,14 @@ def contradictions(config: V41Config) -> list[str]:
             all(layer in layers[encoder:] for layer in drafter.target_layers)
             or all(layer in layers[:encoder] for layer in drafter.target_layers)
         ),
+        "engram_num_embeddings are fewer rows than tables of engram_vocab_size have": all(
+            rows >= engram.rows_per_token * engram.table_vocab for rows in engram.num_rows
+        ),
+        "dspark_target_layer_ids names a layer twice": len(set(drafter.target_layers)) == len(drafter.target_layers),
+        "dspark_block_size is not smaller than sliding_window": drafter.draft_tokens < config.window_tokens,
         "dspark_noise_token_id lies outside the vocabulary": drafter.noise_token_id < config.vocab_size,
+        "engram_pad_token_id lies outside the vocabulary": engram.pad_token_id < config.vocab_size,
+        "eos_token_id lies outside the vocabulary": all(0 <= each < config.vocab_size for each in config.eos_token_ids),
         "candidate_block_size * candidate_topk_blocks is smaller than index_topk": config.candidate_blocks
         * config.candidate_block_size
         >= config.index_topk,

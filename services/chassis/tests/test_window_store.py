@@ -1,6 +1,8 @@
 """Where do window states wait for the next prompt that begins the same?"""
 
 import asyncio
+import fcntl
+import os
 import shutil
 import subprocess
 import sys
@@ -37,6 +39,13 @@ def open_store(tmp_path):
     yield make
     for store in opened:
         store.close()
+
+
+def give_away(path):
+    """Make it another user's."""
+    if os.geteuid():
+        pytest.skip("only root can give files away")
+    os.chown(path, 12345, -1)
 
 
 def files_of(store):
@@ -82,7 +91,9 @@ def test_any_changed_byte_is_a_miss_and_removes_the_file(open_store, place, chan
     assert 1 == store.counts.num_damaged
 
 
-@pytest.mark.parametrize("trouble", ["short", "long", "empty", "renamed", "other model", "link", "folder"])
+@pytest.mark.parametrize(
+    "trouble", ["short", "long", "empty", "renamed", "other key", "other model", "link", "folder", "pipe", "foreign"]
+)
 def test_any_doubt_is_a_miss(open_store, tmp_path, trouble):
     """A file that is whole, but not the one asked for, is no state either."""
     store = open_store()
@@ -99,6 +110,11 @@ def test_any_doubt_is_a_miss(open_store, tmp_path, trouble):
             path.touch()
         case "renamed":
             path.with_name(path.name.replace(".32.", ".48.")).write_bytes(content)
+        case "other key":
+            path.with_name(path.name.replace(key(1).hex(), key(2).hex())).write_bytes(content)
+        case "foreign":
+            path.write_bytes(content)
+            give_away(path)
         case "other model":
             other = open_store(fingerprint=b"g" * 32)
             other.save(key(1), 32, payload(1))
@@ -108,8 +124,11 @@ def test_any_doubt_is_a_miss(open_store, tmp_path, trouble):
             path.symlink_to(tmp_path / "elsewhere")
         case "folder":
             path.mkdir()
+        case "pipe":
+            os.mkfifo(path)
 
-    assert store.load(key(1), 48 if trouble == "renamed" else 32) is None
+    wanted = key(2 if trouble == "other key" else 1), 48 if trouble == "renamed" else 32
+    assert store.load(*wanted) is None
     assert (trouble == "folder") == bool(files_of(store))
 
 
@@ -185,6 +204,17 @@ def test_two_processes_share_one_budget(tmp_path):
     assert ["0 0 0\n"] * 2 == said  # load alone counts no hits; nothing was damaged or dropped
 
 
+def test_a_writer_that_was_stopped_holds_nobody_up(open_store, monkeypatch):
+    """Its lock costs others their state, not their prompts: those who search wait behind a save."""
+    monkeypatch.setattr("services.chassis.window_store._LOCK_SECONDS", 0.05)
+    store = open_store()
+    with (store.folder / "writing").open("w") as stopped:
+        fcntl.flock(stopped, fcntl.LOCK_EX)
+        assert not store.save(key(1), 32, payload(1))
+    assert 1 == store.counts.num_dropped
+    assert store.save(key(1), 32, payload(1))
+
+
 def test_states_outlive_the_replicas(open_store, tmp_path):
     """A restart finds what was saved before it."""
     one = open_store()
@@ -237,6 +267,11 @@ def test_a_folder_that_is_not_private_is_refused(open_store, tmp_path):
     (tmp_path / name).rmdir()
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     (tmp_path / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(PermissionError):
+        open_store(fingerprint=b"g" * 32)
+    (tmp_path / name).unlink()
+    (tmp_path / name).mkdir(mode=0o700)
+    give_away(tmp_path / name)
     with pytest.raises(PermissionError):
         open_store(fingerprint=b"g" * 32)
 

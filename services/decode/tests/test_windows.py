@@ -4,13 +4,14 @@ import asyncio
 
 import pytest
 
-from kernels.batch import Image
+from kernels.batch import Batch, Image, Row
 from kernels.tests.golden_files import tiny_v41
 from proto.decode_pb2 import AbortRequest
 from services.chassis.errors import BlocksLost, InvalidRequest, Overloaded
 from services.chassis.handoff import block_crc32
 from services.chassis.tests.memory_vision import memory_vision
 from services.chassis.window_store import folders
+from services.decode.sampling import sampling_params
 from services.decode.tests.rig import BLOCK, NUM_WINDOWS, collect, decode_replica, keys_of, request, tokens_of, until
 
 SLOW = pytest.mark.slow
@@ -98,6 +99,78 @@ async def test_preemption_changes_no_token(v41, tmp_path, has_states):
         assert rig.replica.engine.load.num_preemptions > 0
         assert has_states == (rig.states.store.counts.num_hits > 0)
         await rig.idle()
+
+
+@pytest.fixture(scope="session")
+def replaying(v41, tmp_path_factory):
+    """Folders of the model whose fathom.json names a replay mode."""
+
+    def make(mode):
+        folder = tmp_path_factory.mktemp("replay") / mode
+        folder.mkdir()
+        for file in v41.iterdir():
+            if not file.name.startswith("."):
+                (folder / file.name).symlink_to(file)
+        (folder / "fathom.json").write_text(f'{{"replay": "{mode}"}}', encoding="utf-8")
+        return folder
+
+    return make
+
+
+def replayed(rig, wanted, tokens, hit, state):
+    """The rest of an answer whose first tokens are known, in one process that replays as the hit says."""
+    executor, tokens, start = rig.source.executor, list(tokens), hit.compute_from
+    end = len(wanted.prompt_token_ids) + wanted.stop.max_tokens
+    if state is None:
+        executor.reset_window(1)
+    else:
+        executor.write_window(1, state)
+    while len(tokens) < end:
+        row = Row(
+            0,
+            tokens[start:],
+            start,
+            range(1, 40),
+            sampling_params(wanted.sampling),
+            window=1,
+            preceding=tokens[max(start - 3, 0) : start],
+            replay=hit.replay,
+        )
+        start = len(tokens)
+        tokens.append(executor.collect(executor.launch(Batch((row,))))[0].token_id)
+    return tokens[len(wanted.prompt_token_ids) :]
+
+
+@SLOW
+@pytest.mark.parametrize(("mode", "has_states"), [("mask", True), ("compact", True), ("compact", False)])
+async def test_a_preempted_bounded_answer_is_what_one_process_replays(
+    replaying, tmp_path, monkeypatch, mode, has_states
+):
+    """From an encoder state, or a block back: the folder's mode counts after a preemption as it does in prefill."""
+    async with decode_replica(replaying(mode), num_blocks=10, recompute_tokens=9, states=tmp_path) as rig:
+        wanted = [request(f"tight-{n}", 54 + n, max_tokens=20) for n in range(2)]
+        expected = [rig.source.answer(each) for each in wanted]
+        for each in wanted if has_states else ():
+            state = window_at(rig, each, 2 * BLOCK)[: rig.states.store._state_bytes]
+            assert rig.states.store.save(keys_of(each)[1], 2 * BLOCK, state)
+        begun = []
+        begin = rig.replica.engine.begin
+
+        def beginning(sequence, attempt, hit, state):
+            begun.append((list(sequence.token_ids), hit, state))
+            begin(sequence, attempt, hit, state)
+
+        monkeypatch.setattr(rig.replica.engine, "begin", beginning)
+        found = await asyncio.gather(*(rig.answer(each) for each in wanted))
+        [(tokens, hit, state)] = begun
+        assert (2 * BLOCK if has_states else BLOCK, has_states) == (hit.compute_from, state is not None)
+        which = int(tokens[0] != wanted[0].prompt_token_ids[0])
+        rig.source.answer(wanted[which])  # its blocks are those of the replay
+        expected[which] = replayed(rig, wanted[which], tokens, hit, state)
+        assert expected == list(found)
+        await rig.idle()
+        await rig.states.flush()
+        assert {".encoder"} == {path.suffix for path in folders(tmp_path)[0].glob("*.*.*")}
 
 
 @SLOW

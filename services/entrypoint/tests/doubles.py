@@ -86,6 +86,8 @@ class VisionDouble(VisionServicer):
         """Raised one after the other, before anything is prepared."""
         self.fingerprint = b"v" * 32
         self.num_tokens = 6
+        self.named = "vision-0:50051"
+        """Where it says the embeddings are."""
 
     def add(self, server):
         add_VisionServicer_to_server(self, server)
@@ -96,7 +98,7 @@ class VisionDouble(VisionServicer):
         if self.errors:
             raise self.errors.pop(0)
         images = [EncodedImage(content_hash=each.content_hash, num_tokens=self.num_tokens) for each in request.images]
-        return PrepareReply(images=images, address="vision-0:50051", fingerprint=self.fingerprint)
+        return PrepareReply(images=images, address=self.named, fingerprint=self.fingerprint)
 
 
 class LbDouble:

@@ -166,6 +166,22 @@ async def test_lost_embeddings_are_made_again():
     assert 2 == len(world.prefills["prefill-0"].submitted)
 
 
+async def test_decode_hears_where_the_new_embeddings_are():
+    """A preempted answer fetches them again: not from the encoder that lost them."""
+    async with seeing(num_prefill=1) as world:
+        world.stops.close("prefill")
+        world.prefills["prefill-0"].errors = Once(prefill=lost())
+        call = await world.submit(picture_request(world))
+        await world.stops.reached("prefill")
+        world.vision.named = "vision-1:50051"
+        world.stops.open("prefill")
+        await call.end()
+
+    assert 4 == len(call.tokens)
+    [submitted] = world.decodes["decode-0"].submitted
+    assert "vision-1:50051" == submitted.request.images[0].vision_address
+
+
 async def test_another_vision_model_in_between_ends_the_request():
     """The keys of its KV were made for the first one: mixing the two would poison the store."""
     async with seeing() as world:

@@ -126,6 +126,21 @@ async def test_states_inside_an_image_are_saved_before_it(rig, vision, tmp_path)
     assert same_as_alone(Alone(rig, vision), wanted, again)
 
 
+async def test_no_state_is_saved_before_the_windows_are_exact(rig, vision, tmp_path):
+    """Without states windows are rebuilt from a distance: where an image moved the save to, they are not yet whole."""
+    image = vision.image("late", position=250, num_tokens=40)
+    cold = await first_of(rig, with_images("distant", 300, image))
+    await rig.states.flush()
+    (state,) = folders(tmp_path)[0].glob("*.240.whole")
+    state.unlink()
+    warm = await first_of(rig, with_images("distant", 300, image))
+    await rig.states.flush()
+
+    assert (0, 272 - 180) == (cold.cached_tokens, warm.cached_tokens)
+    assert [] == [*folders(tmp_path)[0].glob("*.whole")]
+    assert same_as_alone(Alone(rig, vision), with_images("distant", 300, image), warm)
+
+
 async def test_another_image_in_the_same_place_is_no_hit(rig, vision):
     """The same token ids, other pixels: not one block of the first is used."""
     one = await first_of(rig, with_images("pixels", 90, vision.image("cat", position=3, num_tokens=12)))

@@ -104,3 +104,11 @@ async def test_a_request_is_one_trace(folder, tmp_path):
     assert {"prefill.chunk", "handoff"} <= set(below)
     (handoff,) = [span for span in spans if span.name == "handoff"]
     assert "shm" == handoff.attributes["fathom.handoff.backend"]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '"off"', '{"replay": "maks"}', '{"replay": null}'])
+def test_a_folder_that_describes_itself_wrongly_is_refused(tmp_path, text):
+    """By the file's name: served without its replay mode, it would answer otherwise than asked."""
+    (tmp_path / "fathom.json").write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"fathom\.json"):
+        replay_of(tmp_path)

@@ -4,10 +4,12 @@ import asyncio
 
 import pytest
 
+from kernels.batch import Batch, Replay, Row
 from kernels.tests.golden_files import tiny_v41
 from services.chassis.tests.memory_kvstore import memory_kvstore
 from services.chassis.window_store import folders
-from services.prefill.tests.rig import BLOCK, NUM_WINDOWS, keys_of, kinds, prefill_replica, request
+from services.prefill.sampling import sampling_params
+from services.prefill.tests.rig import BLOCK, NUM_WINDOWS, keys_of, prefill_replica, request
 
 SLOW = pytest.mark.slow
 REACH = 22  # window and the six tokens that can be taken back
@@ -222,19 +224,50 @@ async def test_cancel_while_the_start_is_sought(v41, tmp_path):
             await rig.idle()
 
 
+def replayed(rig, wanted, mode, *, position=0, hit=0):
+    """Token, blocks and window of one process that replays at the same positions, in the blocks it computed before."""
+    ids, executor = list(wanted.prompt_token_ids), rig.source.executor
+    table = range(1, 1 - (-len(ids) // BLOCK))
+    replay = Replay(window_from=position, write_from=hit, keep_from=max(len(ids) - REACH, 0), compact=mode == "compact")
+    executor.reset_window(1)
+    row = Row(
+        0,
+        ids[position:],
+        position,
+        table,
+        sampling_params(wanted.sampling),
+        history=ids,
+        window=1,
+        preceding=ids[max(position - 3, 0) : position],
+        replay=replay,
+    )
+    (sampled,) = executor.collect(executor.launch(Batch((row,))))
+    return sampled.token_id, [executor.read_block(block) for block in table], executor.read_window(1)
+
+
+def handed(rig, first):
+    """Of the last handoff, as `replayed`."""
+    return first.token.token_ids[0], rig.decode.committed[-1][1], rig.decode.windows[-1]
+
+
 @SLOW
 @pytest.mark.parametrize("mode", ["mask", "compact"])
-async def test_bounded_replay_starts_from_encoder_states(replaying, tmp_path, mode):
-    """The folder names the mode: its states are the encoder's part, and without one a block is computed again."""
-    async with prefill_replica(replaying(mode), states=tmp_path) as rig:
-        await first_of(rig, request("bounded", 150))
+@pytest.mark.parametrize("num_tokens", [23, 55, 150])
+async def test_bounded_replay_is_what_one_process_replays(replaying, tmp_path, mode, num_tokens):
+    """The folder names the mode. From an encoder state a hit changes no bit; without one a block is computed again."""
+    hit = with_state(num_tokens)
+    again = max(hit - BLOCK, 0)
+    async with prefill_replica(replaying(mode), states=tmp_path, chunk_tokens=7) as rig:
+        cold = replayed(rig, request("bounded", num_tokens), mode)
+        assert cold == handed(rig, await first_of(rig, request("bounded", num_tokens)))
         await rig.states.flush()
-        with_one = await first_of(rig, request("bounded", 150))
+        with_one = await first_of(rig, request("bounded", num_tokens))
+        assert (hit, cold) == (with_one.cached_tokens, handed(rig, with_one))
+        assert {".encoder"} == {path.suffix for path in folders(tmp_path)[0].glob("*.*.*")}
         lose_states(tmp_path)
-        without = await first_of(rig, request("bounded", 150))
-
-        assert (128, 112) == (with_one.cached_tokens, without.cached_tokens)
-        assert ["last_chunk_started", "first_token", "handoff_done"] == kinds(await rig.serve(request("other", 30)))
+        without = await first_of(rig, request("bounded", num_tokens))
+        expected = replayed(rig, request("bounded", num_tokens), mode, position=again, hit=hit if again else 0)
+        assert (again, expected) == (without.cached_tokens, handed(rig, without))
         await rig.idle()
 
 
