@@ -65,7 +65,9 @@ async def test_a_failing_handoff_ends_the_request_and_gives_the_ticket_back(rig,
     rig.decode.folder = None
     rig.decode.errors[method] = Overloaded("full") if method == "Reserve" else BlocksLost("gone")
     events = await rig.serve(request("failing", 40))
-    assert ("Overloaded" if method == "Reserve" else "BlocksLost") == events[-1].failed.kind
+    kinds = {"Reserve": {"Overloaded"}, "Commit": {"BlocksLost"}}
+    # A peer that ends the call while pieces are still written may look lost; either way the KV goes elsewhere.
+    assert events[-1].failed.kind in kinds.get(method, {"BlocksLost", "PeerLost"})
     await rig.idle()
     await until(lambda: len(rig.decode.aborted) >= len(rig.decode.reserved))
 
