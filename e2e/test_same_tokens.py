@@ -76,15 +76,15 @@ async def test_two_prefill_and_two_decode_replicas_in_chunks_of_128(
 
 
 async def test_preempted_sequences_give_the_same_tokens(model_dir, fp32_prompts, tmp_path_factory):
-    """A decode pool too small for four growing sequences: one loses its blocks, is recomputed, and nobody can tell."""
-    longer = [p for p in fp32_prompts if len(p.token_ids) > BLOCK_TOKENS + 1][:4]
-    wanted = [Prompt(p.name, p.token_ids[: 124 + index]) for index, p in enumerate(longer)]
-    max_tokens = 40  # from one block to two each: eight blocks in a pool of seven
-    expected = expected_tokens(model_dir, wanted, dtype="fp32", at_once=4, max_tokens=max_tokens)
+    """A decode pool too small for three growing sequences: one loses its blocks, is recomputed, and nobody can tell."""
+    longer = [p for p in fp32_prompts if len(p.token_ids) > 2 * BLOCK_TOKENS - 2][:3]
+    wanted = [Prompt(p.name, p.token_ids[: 195 + index]) for index, p in enumerate(longer)]
+    max_tokens = 75  # from two blocks to three each, late enough for all to be there: nine blocks in a pool of eight
+    expected = expected_tokens(model_dir, wanted, dtype="fp32", at_once=3, max_tokens=max_tokens)
     block_bytes = 30 * 2 * 3 * 64 * 4 * BLOCK_TOKENS
-    env = {"FATHOM_DECODE_KV_BYTES": str(8 * block_bytes)}
+    env = {"FATHOM_DECODE_KV_BYTES": str(9 * block_bytes)}
     async with Suite.running(tmp_path_factory.mktemp("tight"), model=model_dir, dtype="fp32", env=env) as suite:
-        assert expected == await tokens_of(suite, wanted, at_once=4, max_tokens=max_tokens)
+        assert expected == await tokens_of(suite, wanted, at_once=3, max_tokens=max_tokens)
         assert 0 < sum(load.num_preemptions for load in await suite.decode_loads())
 
 

@@ -10,16 +10,6 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Tests of single services use the default model where it is, so it is fetched before them.
 FETCH_MODEL = ("-m", "services.local", "pull")
-# Suites that compare tokens use one core at a time and wait for nobody's clock, so two may run beside each other. Those
-# that measure how soon something happens have the machine for themselves.
-_TOKENS = (
-    "e2e/test_same_tokens.py",
-    "e2e/test_same_tokens_v41.py",
-    "e2e/test_chat_v41.py",
-    "e2e/test_structured.py",
-    "e2e/test_handoff.py",
-    "e2e/test_model.py",
-)
 # OpenMP threads that spin beside another process's take the cores from whoever has work to do.
 _BRIEF_SPINS = ("OMP_WAIT_POLICY=PASSIVE", "GOMP_SPINCOUNT=1000")
 PASSES = (
@@ -28,12 +18,8 @@ PASSES = (
         (*_BRIEF_SPINS, "OMP_NUM_THREADS=1"),
         ("-n", "2", "--dist", "worksteal", "proto", "services", "kernels", "tools", "k8s", "bench"),
     ),
-    ("whole suites: the same tokens", _BRIEF_SPINS, ("-n", "2", "--dist", "loadfile", *_TOKENS)),
-    (
-        "whole suites: requests and faults",
-        _BRIEF_SPINS,
-        ("e2e", *(word for file in _TOKENS for word in ("--ignore", file))),
-    ),
+    # Whole suites use every core, and some measure how soon something happens: one at a time.
+    ("whole-suite tests", _BRIEF_SPINS, ("e2e",)),
 )
 
 
