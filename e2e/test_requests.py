@@ -148,7 +148,7 @@ async def test_malformed_bodies_are_refused(client, body):
     assert reply.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/batches", "/v1/responses", "/v1/messages", "/nowhere"])
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/batches", "/v1/files", "/nowhere"])
 async def test_what_is_not_there_says_so(client, path):
     """Unknown endpoints answer 404 with an OpenAI error body."""
     reply = await client.post(path, json={})
