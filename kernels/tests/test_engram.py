@@ -15,7 +15,6 @@ from kernels.ops.hyper import coefficients, mean_square, update
 from kernels.ops.linear import GEMM_FP32, Linear
 from kernels.ops.numerics import EXACT, QUANT, Numerics
 from kernels.ops.row_tiles import TiledLinear, prove
-from kernels.ops.scratch import Scratch
 from kernels.tests.golden_files import golden, tiny_v41
 
 CPU = torch.device("cpu")
@@ -169,10 +168,9 @@ def streams_before(layer: int, numerics: Numerics) -> torch.Tensor:
 def test_streams_take_the_golden_memory(numerics: Numerics, tolerance: float) -> None:
     """The gates and streams after the first n-gram layer: exact by the largest difference, quant by relative L2."""
     engram, streams, grams = memory(1, numerics), streams_before(1, numerics), windows(golden("seq.n48.ids"))
-    scratch = Scratch(CPU)
     values = {
-        "engram.gate": engram.gates(streams, grams, scratch),
-        "stream_in": engram(streams, grams, None, scratch),
+        "engram.gate": engram.gates(streams, grams),
+        "stream_in": engram(streams, grams, None),
     }
     for name, got in values.items():
         expected = golden(f"n48.{numerics.name}.layers.1.{name}")
@@ -184,15 +182,15 @@ def test_streams_take_the_golden_memory(numerics: Numerics, tolerance: float) ->
 @pytest.mark.parametrize("numerics", [EXACT, QUANT])
 def test_memory_is_the_same_in_any_company(numerics: Numerics) -> None:
     """A token's streams have the same bits alone and in a crowd; images and padding stay as they were."""
-    engram, scratch = memory(1, numerics), Scratch(CPU)
+    engram = memory(1, numerics)
     generator = torch.Generator().manual_seed(5)
     streams = torch.randn(61, 4, 128, generator=generator)
     grams = torch.randint(0, 258, (57, 4), generator=generator)
     images = torch.rand(57, generator=generator) < 0.3
-    whole = engram(streams, grams, images, scratch)
+    whole = engram(streams, grams, images)
 
     assert torch.equal(streams[57:], whole[57:])
     assert torch.equal(streams[:57][images], whole[:57][images])
     for start, end in ((0, 1), (7, 8), (3, 20), (56, 57), (0, 57)):
-        part = engram(streams[start:end].clone(), grams[start:end], images[start:end], scratch)
+        part = engram(streams[start:end].clone(), grams[start:end], images[start:end])
         assert torch.equal(whole[start:end], part)

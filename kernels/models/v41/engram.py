@@ -10,13 +10,12 @@ from torch import Tensor
 
 from kernels.models.config import ModelNotSupported
 from kernels.models.v41.config import EngramConfig
-from kernels.models.v41.product import multiply
+from kernels.models.v41.matrices import product
 from kernels.models.v41.spellings import token_spellings
 from kernels.ops.engram import HashTables, compress_vocabulary, gate, hash_tables, table_rows
 from kernels.ops.hyper import STREAMS
 from kernels.ops.numerics import Numerics
 from kernels.ops.row_tiles import TiledLinear
-from kernels.ops.scratch import Scratch
 
 Gather = Callable[[Tensor], Tensor]
 """Rows of the layer's table, [tokens, rows] int64 -> [tokens, rows, head_dim] fp32 on the same device."""
@@ -72,7 +71,7 @@ class Engram:
         self.wkv = wkv
         self._weight = query_weight.float() * key_weight.float()
 
-    def __call__(self, streams: Tensor, windows: Tensor, is_image: Tensor | None, scratch: Scratch) -> Tensor:
+    def __call__(self, streams: Tensor, windows: Tensor, is_image: Tensor | None) -> Tensor:
         """The streams with the memory added: [rows, 4, hidden] fp32, new; image tokens and padding as they were.
 
         streams: [rows, 4, hidden] fp32, the step's tokens first, then padding.  windows: [tokens, max_ngram] compressed
@@ -80,21 +79,21 @@ class Engram:
         """
         count = len(windows)
         own = streams[:count]
-        keys, value = self._read(windows, scratch)
+        keys, value = self._read(windows)
         opened = gate(own, keys, weight=self._weight, eps=self._eps)
         added = self._numerics.bf16(own + opened.unsqueeze(-1) * value)
         if is_image is not None:
             added = torch.where(is_image[:, None, None], own, added)
         return torch.cat([added, streams[count:]]) if count < len(streams) else added
 
-    def gates(self, streams: Tensor, windows: Tensor, scratch: Scratch) -> Tensor:
+    def gates(self, streams: Tensor, windows: Tensor) -> Tensor:
         """How far each stream of each token opens: [tokens, 4] fp32."""
-        return gate(streams, self._read(windows, scratch)[0], weight=self._weight, eps=self._eps)
+        return gate(streams, self._read(windows)[0], weight=self._weight, eps=self._eps)
 
-    def _read(self, windows: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
+    def _read(self, windows: Tensor) -> tuple[Tensor, Tensor]:
         """Keys [tokens, 4, hidden] and values [tokens, 1, hidden] of the windows."""
         # The rows are fp8 values as they are stored: quantising them again would change nothing.
         embeddings = self._gather(table_rows(windows, self._tables)).flatten(1)
-        read = self._numerics.bf16(multiply(self.wkv, embeddings, scratch)).view(len(windows), STREAMS + 1, -1)
+        read = self._numerics.bf16(product(self.wkv, embeddings)).view(len(windows), STREAMS + 1, -1)
         # Their lengths are summed: a row's bits are only promised where rows lie end to end.
         return read[:, :STREAMS].contiguous(), read[:, STREAMS:]

@@ -51,7 +51,7 @@ class Layer:
         name, seen = f"layers.{self._layer}", step.seen
         images = step.images
         if self._engram:
-            streams = self._engram(streams, history, images, scratch)
+            streams = self._engram(streams, history, images)
         streams, pre = seen(f"{name}.stream_in", streams), seen(f"{name}.pre_in", pre)
         x = self._attention_mixing.enter(streams, pre)
         if self._compressor:

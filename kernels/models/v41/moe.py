@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.models.v41.config import MoeConfig
-from kernels.models.v41.product import multiply
+from kernels.models.v41.matrices import product
 from kernels.ops.numerics import Numerics
 from kernels.ops.router import Routes, route
 from kernels.ops.row_tiles import TiledLinear
@@ -60,24 +60,24 @@ class Moe:
 
         x: [tokens, hidden] fp32, normed.  is_image: [tokens] bool, tokens that the image bias routes; None = none.
         """
-        routes = self.routes(x, is_image, scratch)
+        routes = self.routes(x, is_image)
         rows = self._numerics.fp8(x)
         flat_weights = routes.weights.flatten()
         # Written in full below: every (token, slot) belongs to one expert.
         by_slot = scratch.take("moe.slots", (len(x) * self._config.top_k, x.shape[1]))
         for expert, places in self._assigned(routes):
             tokens = places // self._config.top_k
-            by_slot[places] = self._forward(expert, rows[tokens], flat_weights[places].unsqueeze(1), scratch)
+            by_slot[places] = self._forward(expert, rows[tokens], flat_weights[places].unsqueeze(1))
         slots = by_slot.view(len(x), self._config.top_k, x.shape[1])
         total = slots[:, 0].clone()
         for slot in range(1, self._config.top_k):
             total.add_(slots[:, slot])
-        total.add_(self._forward(self._shared, rows, None, scratch))
+        total.add_(self._forward(self._shared, rows, None))
         return self._numerics.bf16(total)
 
-    def routes(self, x: Tensor, is_image: Tensor | None, scratch: Scratch) -> Routes:
+    def routes(self, x: Tensor, is_image: Tensor | None) -> Routes:
         """Experts and weights of each token; arguments as above."""
-        logits = multiply(self._router, x, scratch)
+        logits = product(self._router, x)
         bias = self._bias
         if is_image is not None:
             bias = torch.where(is_image.unsqueeze(1), self._image_bias, self._bias)
@@ -92,13 +92,13 @@ class Moe:
             if len(places):
                 yield expert, places
 
-    def _forward(self, expert: Expert, rows: Tensor, weight: Tensor | None, scratch: Scratch) -> Tensor:
+    def _forward(self, expert: Expert, rows: Tensor, weight: Tensor | None) -> Tensor:
         """w2(silu(min(w1 x, limit)) * clamp(w3 x) * weight): [n, hidden] -> [n, hidden]; fp8 rows where quantised."""
         limit = self._config.swiglu_limit
-        gate, up = self._numerics.bf16(multiply(expert.gate_up, rows, scratch)).chunk(2, dim=1)
+        gate, up = self._numerics.bf16(product(expert.gate_up, rows)).chunk(2, dim=1)
         gate = gate.clamp(max=limit)  # a copy: exp is safe on whole rows only
         activated = gate / gate.neg().exp_().add_(1.0)
         activated.mul_(up.clamp(-limit, limit))
         if weight is not None:
             activated.mul_(weight)
-        return self._numerics.bf16(multiply(expert.down, self._numerics.fp8(activated), scratch))
+        return self._numerics.bf16(product(expert.down, self._numerics.fp8(activated)))
