@@ -19,6 +19,30 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _RetentionClass:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RetentionClassEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RetentionClass.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    RETENTION_CLASS_UNSPECIFIED: _RetentionClass.ValueType  # 0
+    """Until room is needed."""
+    RETENTION_CLASS_CHAT: _RetentionClass.ValueType  # 1
+    """Chat turns."""
+    RETENTION_CLASS_AGENT: _RetentionClass.ValueType  # 2
+    """Agent loops."""
+
+class RetentionClass(_RetentionClass, metaclass=_RetentionClassEnumTypeWrapper):
+    """How long a block is kept."""
+
+RETENTION_CLASS_UNSPECIFIED: RetentionClass.ValueType  # 0
+"""Until room is needed."""
+RETENTION_CLASS_CHAT: RetentionClass.ValueType  # 1
+"""Chat turns."""
+RETENTION_CLASS_AGENT: RetentionClass.ValueType  # 2
+"""Agent loops."""
+Global___RetentionClass: _TypeAlias = RetentionClass  # noqa: Y015
+
 class _FinishReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -262,6 +286,8 @@ class Request(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     KEY_ROOT_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
+    RETENTION_FIELD_NUMBER: _builtins.int
+    NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique for the life of the cluster; the same in every service, log line and span."""
     model: _builtins.str
@@ -278,6 +304,10 @@ class Request(_message.Message):
     """Root of the request's block-key chain (house rule "The KV contract"). 32 bytes; set by the entrypoint."""
     fingerprint: _builtins.bytes
     """Model fingerprint the root was made for. 32 bytes. A replica with another fingerprint refuses the request."""
+    retention: Global___RetentionClass.ValueType
+    """How long its blocks are worth keeping; the tenant's key decides."""
+    num_prompt_logprobs: _builtins.int
+    """Asks for the logprob of every prompt token and this many alternatives; the prompt is then computed whole. Range 0..20."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The whole prompt. Ids of image positions only name the place and lie at or above the vocabulary size."""
@@ -314,14 +344,21 @@ class Request(_message.Message):
         traceparent: _builtins.str = ...,
         key_root: _builtins.bytes = ...,
         fingerprint: _builtins.bytes = ...,
+        retention: Global___RetentionClass.ValueType = ...,
+        num_prompt_logprobs: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "grammar", b"grammar", "sampling", b"sampling", "stop", b"stop"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "_num_prompt_logprobs", b"_num_prompt_logprobs", "grammar", b"grammar", "num_prompt_logprobs", b"num_prompt_logprobs", "sampling", b"sampling", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "deadline_unix_seconds", b"deadline_unix_seconds", "fingerprint", b"fingerprint", "grammar", b"grammar", "images", b"images", "key_root", b"key_root", "model", b"model", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "_num_prompt_logprobs", b"_num_prompt_logprobs", "deadline_unix_seconds", b"deadline_unix_seconds", "fingerprint", b"fingerprint", "grammar", b"grammar", "images", b"images", "key_root", b"key_root", "model", b"model", "num_prompt_logprobs", b"num_prompt_logprobs", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "retention", b"retention", "sampling", b"sampling", "stop", b"stop", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__grammar: _TypeAlias = _typing.Literal["grammar"]  # noqa: Y015
     _WhichOneofArgType__grammar: _TypeAlias = _typing.Literal["_grammar", b"_grammar"]  # noqa: Y015
+    _WhichOneofReturnType__num_prompt_logprobs: _TypeAlias = _typing.Literal["num_prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__num_prompt_logprobs: _TypeAlias = _typing.Literal["_num_prompt_logprobs", b"_num_prompt_logprobs"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__grammar) -> _WhichOneofReturnType__grammar | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_prompt_logprobs) -> _WhichOneofReturnType__num_prompt_logprobs | None: ...
 
 Global___Request: _TypeAlias = Request  # noqa: Y015
 

@@ -22,31 +22,56 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from proto import common_pb2 as proto_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13proto/kvstore.proto\x12\tfathom.v1\"8\n\rLookupRequest\x12\x12\n\nblock_keys\x18\x01 \x03(\x0c\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\x0c\"!\n\x0bLookupReply\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"6\n\x0bReadRequest\x12\x12\n\nblock_keys\x18\x01 \x03(\x0c\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\x0c\"\xb0\x01\n\nBlockChunk\x12\x11\n\tblock_key\x18\x01 \x01(\x0c\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\x0c\x12\x13\n\x0b\x62lock_bytes\x18\x03 \x01(\x04\x12\x14\n\x0coffset_bytes\x18\x04 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x05 \x01(\x0c\x12\x13\n\x0b\x62lock_crc32\x18\x06 \x01(\r\x12,\n\tretention\x18\x07 \x01(\x0e\x32\x19.fathom.v1.RetentionClass\"7\n\nWriteReply\x12\x12\n\nnum_stored\x18\x01 \x01(\r\x12\x15\n\rnum_duplicate\x18\x02 \x01(\r\"\x11\n\x0fGetStatsRequest\"\x89\x01\n\x0cKvstoreStats\x12\x12\n\nnum_blocks\x18\x01 \x01(\x04\x12\x14\n\x0cnum_segments\x18\x02 \x01(\r\x12\x12\n\ndisk_bytes\x18\x03 \x01(\x04\x12\x11\n\tmax_bytes\x18\x04 \x01(\x04\x12\x13\n\x0bnum_damaged\x18\x05 \x01(\x04\x12\x13\n\x0bnum_evicted\x18\x06 \x01(\x04*f\n\x0eRetentionClass\x12\x1f\n\x1bRETENTION_CLASS_UNSPECIFIED\x10\x00\x12\x18\n\x14RETENTION_CLASS_CHAT\x10\x01\x12\x19\n\x15RETENTION_CLASS_AGENT\x10\x02\x32\xf8\x01\n\x07Kvstore\x12:\n\x06Lookup\x12\x18.fathom.v1.LookupRequest\x1a\x16.fathom.v1.LookupReply\x12\x37\n\x04Read\x12\x16.fathom.v1.ReadRequest\x1a\x15.fathom.v1.BlockChunk0\x01\x12\x37\n\x05Write\x12\x15.fathom.v1.BlockChunk\x1a\x15.fathom.v1.WriteReply(\x01\x12?\n\x08GetStats\x12\x1a.fathom.v1.GetStatsRequest\x1a\x17.fathom.v1.KvstoreStatsb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13proto/kvstore.proto\x12\tfathom.v1\x1a\x12proto/common.proto\"\xa1\x01\n\rLookupRequest\x12\x12\n\nblock_keys\x18\x01 \x03(\x0c\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\x0c\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x15\n\rlease_seconds\x18\x04 \x01(\x02\x12\x0e\n\x06tenant\x18\x05 \x01(\t\x12,\n\tretention\x18\x06 \x01(\x0e\x32\x19.fathom.v1.RetentionClass\"f\n\x0bLookupReply\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x13\n\x0bnum_pending\x18\x02 \x01(\r\x12\x17\n\x0fpending_seconds\x18\x03 \x01(\x02\x12\x15\n\rlease_seconds\x18\x04 \x01(\x02\"c\n\x0bReadRequest\x12\x12\n\nblock_keys\x18\x01 \x03(\x0c\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\x0c\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x17\n\x0fpending_seconds\x18\x04 \x01(\x02\"\xc0\x01\n\nBlockChunk\x12\x11\n\tblock_key\x18\x01 \x01(\x0c\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\x0c\x12\x13\n\x0b\x62lock_bytes\x18\x03 \x01(\x04\x12\x14\n\x0coffset_bytes\x18\x04 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x05 \x01(\x0c\x12\x13\n\x0b\x62lock_crc32\x18\x06 \x01(\r\x12,\n\tretention\x18\x07 \x01(\x0e\x32\x19.fathom.v1.RetentionClass\x12\x0e\n\x06tenant\x18\x08 \x01(\t\"7\n\nWriteReply\x12\x12\n\nnum_stored\x18\x01 \x01(\r\x12\x15\n\rnum_duplicate\x18\x02 \x01(\r\"o\n\nPinRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x12\n\nblock_keys\x18\x03 \x03(\x0c\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\x0c\x12\x14\n\x0chold_seconds\x18\x05 \x01(\x01\"?\n\x08PinReply\x12\x12\n\nnum_pinned\x18\x01 \x01(\r\x12\x1f\n\x17\x65xpires_at_unix_seconds\x18\x02 \x01(\x01\"H\n\x0eReleaseRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x12\n\nblock_keys\x18\x03 \x03(\x0c\"$\n\x0cReleaseReply\x12\x14\n\x0cnum_released\x18\x01 \x01(\r\"\x0f\n\rLocateRequest\"3\n\x0bLocateReply\x12\x13\n\x0bsocket_path\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\"\x11\n\x0fGetStatsRequest\"\xde\x02\n\x0cKvstoreStats\x12\x12\n\nnum_blocks\x18\x01 \x01(\x04\x12\x14\n\x0cnum_segments\x18\x02 \x01(\r\x12\x12\n\ndisk_bytes\x18\x03 \x01(\x04\x12\x11\n\tmax_bytes\x18\x04 \x01(\x04\x12\x13\n\x0bnum_damaged\x18\x05 \x01(\x04\x12\x13\n\x0bnum_evicted\x18\x06 \x01(\x04\x12\x16\n\x0ephysical_bytes\x18\x07 \x01(\x04\x12\x13\n\x0bnum_expired\x18\x08 \x01(\x04\x12\x12\n\nnum_pinned\x18\t \x01(\x04\x12\x12\n\nnum_leases\x18\n \x01(\r\x12%\n\x07tenants\x18\x0b \x03(\x0b\x32\x14.fathom.v1.TenantUse\x12+\n\nretentions\x18\x0c \x03(\x0b\x32\x17.fathom.v1.RetentionUse\x12\x0f\n\x07\x62reaker\x18\r \x01(\t\x12\x19\n\x11num_remote_blocks\x18\x0e \x01(\x04\"W\n\tTenantUse\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nnum_blocks\x18\x02 \x01(\x04\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x13\n\x0bquota_bytes\x18\x04 \x01(\x04\"a\n\x0cRetentionUse\x12,\n\tretention\x18\x01 \x01(\x0e\x32\x19.fathom.v1.RetentionClass\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\x12\x12\n\nnum_blocks\x18\x03 \x01(\x04\"-\n\rVerifyRequest\x12\x1c\n\x14max_bytes_per_second\x18\x01 \x01(\x04\"k\n\x0cVerifyReport\x12\x12\n\nnum_blocks\x18\x01 \x01(\x04\x12\x14\n\x0ctotal_blocks\x18\x02 \x01(\x04\x12 \n\x03\x62\x61\x64\x18\x03 \x03(\x0b\x32\x13.fathom.v1.BadBlock\x12\x0f\n\x07is_last\x18\x04 \x01(\x08\"S\n\x08\x42\x61\x64\x42lock\x12\x11\n\tblock_key\x18\x01 \x01(\x0c\x12\x0f\n\x07segment\x18\x02 \x01(\t\x12\x14\n\x0coffset_bytes\x18\x03 \x01(\x04\x12\r\n\x05\x66\x61ult\x18\x04 \x01(\t\"\x88\x01\n\x0c\x45victRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x15\n\ris_tenant_set\x18\x02 \x01(\x08\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\x0c\x12,\n\tretention\x18\x04 \x01(\x0e\x32\x19.fathom.v1.RetentionClass\x12\x0e\n\x06is_all\x18\x05 \x01(\x08\"3\n\nEvictReply\x12\x12\n\nnum_blocks\x18\x01 \x01(\x04\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x32\x9e\x04\n\x07Kvstore\x12:\n\x06Lookup\x12\x18.fathom.v1.LookupRequest\x1a\x16.fathom.v1.LookupReply\x12\x37\n\x04Read\x12\x16.fathom.v1.ReadRequest\x1a\x15.fathom.v1.BlockChunk0\x01\x12\x37\n\x05Write\x12\x15.fathom.v1.BlockChunk\x1a\x15.fathom.v1.WriteReply(\x01\x12\x31\n\x03Pin\x12\x15.fathom.v1.PinRequest\x1a\x13.fathom.v1.PinReply\x12=\n\x07Release\x12\x19.fathom.v1.ReleaseRequest\x1a\x17.fathom.v1.ReleaseReply\x12:\n\x06Locate\x12\x18.fathom.v1.LocateRequest\x1a\x16.fathom.v1.LocateReply\x12?\n\x08GetStats\x12\x1a.fathom.v1.GetStatsRequest\x1a\x17.fathom.v1.KvstoreStats\x12=\n\x06Verify\x12\x18.fathom.v1.VerifyRequest\x1a\x17.fathom.v1.VerifyReport0\x01\x12\x37\n\x05\x45vict\x12\x17.fathom.v1.EvictRequest\x1a\x15.fathom.v1.EvictReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'proto.kvstore_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_RETENTIONCLASS']._serialized_start=578
-  _globals['_RETENTIONCLASS']._serialized_end=680
-  _globals['_LOOKUPREQUEST']._serialized_start=34
-  _globals['_LOOKUPREQUEST']._serialized_end=90
-  _globals['_LOOKUPREPLY']._serialized_start=92
-  _globals['_LOOKUPREPLY']._serialized_end=125
-  _globals['_READREQUEST']._serialized_start=127
-  _globals['_READREQUEST']._serialized_end=181
-  _globals['_BLOCKCHUNK']._serialized_start=184
-  _globals['_BLOCKCHUNK']._serialized_end=360
-  _globals['_WRITEREPLY']._serialized_start=362
-  _globals['_WRITEREPLY']._serialized_end=417
-  _globals['_GETSTATSREQUEST']._serialized_start=419
-  _globals['_GETSTATSREQUEST']._serialized_end=436
-  _globals['_KVSTORESTATS']._serialized_start=439
-  _globals['_KVSTORESTATS']._serialized_end=576
-  _globals['_KVSTORE']._serialized_start=683
-  _globals['_KVSTORE']._serialized_end=931
+  _globals['_LOOKUPREQUEST']._serialized_start=55
+  _globals['_LOOKUPREQUEST']._serialized_end=216
+  _globals['_LOOKUPREPLY']._serialized_start=218
+  _globals['_LOOKUPREPLY']._serialized_end=320
+  _globals['_READREQUEST']._serialized_start=322
+  _globals['_READREQUEST']._serialized_end=421
+  _globals['_BLOCKCHUNK']._serialized_start=424
+  _globals['_BLOCKCHUNK']._serialized_end=616
+  _globals['_WRITEREPLY']._serialized_start=618
+  _globals['_WRITEREPLY']._serialized_end=673
+  _globals['_PINREQUEST']._serialized_start=675
+  _globals['_PINREQUEST']._serialized_end=786
+  _globals['_PINREPLY']._serialized_start=788
+  _globals['_PINREPLY']._serialized_end=851
+  _globals['_RELEASEREQUEST']._serialized_start=853
+  _globals['_RELEASEREQUEST']._serialized_end=925
+  _globals['_RELEASEREPLY']._serialized_start=927
+  _globals['_RELEASEREPLY']._serialized_end=963
+  _globals['_LOCATEREQUEST']._serialized_start=965
+  _globals['_LOCATEREQUEST']._serialized_end=980
+  _globals['_LOCATEREPLY']._serialized_start=982
+  _globals['_LOCATEREPLY']._serialized_end=1033
+  _globals['_GETSTATSREQUEST']._serialized_start=1035
+  _globals['_GETSTATSREQUEST']._serialized_end=1052
+  _globals['_KVSTORESTATS']._serialized_start=1055
+  _globals['_KVSTORESTATS']._serialized_end=1405
+  _globals['_TENANTUSE']._serialized_start=1407
+  _globals['_TENANTUSE']._serialized_end=1494
+  _globals['_RETENTIONUSE']._serialized_start=1496
+  _globals['_RETENTIONUSE']._serialized_end=1593
+  _globals['_VERIFYREQUEST']._serialized_start=1595
+  _globals['_VERIFYREQUEST']._serialized_end=1640
+  _globals['_VERIFYREPORT']._serialized_start=1642
+  _globals['_VERIFYREPORT']._serialized_end=1749
+  _globals['_BADBLOCK']._serialized_start=1751
+  _globals['_BADBLOCK']._serialized_end=1834
+  _globals['_EVICTREQUEST']._serialized_start=1837
+  _globals['_EVICTREQUEST']._serialized_end=1973
+  _globals['_EVICTREPLY']._serialized_start=1975
+  _globals['_EVICTREPLY']._serialized_end=2026
+  _globals['_KVSTORE']._serialized_start=2029
+  _globals['_KVSTORE']._serialized_end=2571
 # @@protoc_insertion_point(module_scope)

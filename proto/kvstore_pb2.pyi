@@ -7,7 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
-from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from proto import common_pb2 as _common_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -19,30 +19,6 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class _RetentionClass:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _RetentionClassEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RetentionClass.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    RETENTION_CLASS_UNSPECIFIED: _RetentionClass.ValueType  # 0
-    """Until room is needed."""
-    RETENTION_CLASS_CHAT: _RetentionClass.ValueType  # 1
-    """Chat turns."""
-    RETENTION_CLASS_AGENT: _RetentionClass.ValueType  # 2
-    """Agent loops."""
-
-class RetentionClass(_RetentionClass, metaclass=_RetentionClassEnumTypeWrapper):
-    """How long a block is kept."""
-
-RETENTION_CLASS_UNSPECIFIED: RetentionClass.ValueType  # 0
-"""Until room is needed."""
-RETENTION_CLASS_CHAT: RetentionClass.ValueType  # 1
-"""Chat turns."""
-RETENTION_CLASS_AGENT: RetentionClass.ValueType  # 2
-"""Agent loops."""
-Global___RetentionClass: _TypeAlias = RetentionClass  # noqa: Y015
-
 @_typing.final
 class LookupRequest(_message.Message):
     """A chain of block keys."""
@@ -51,8 +27,20 @@ class LookupRequest(_message.Message):
 
     BLOCK_KEYS_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    LEASE_SECONDS_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    RETENTION_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.bytes
     """Model fingerprint the blocks must have been written under. 32 bytes."""
+    request_id: _builtins.str
+    """Who asks; names the lease and ends it with the Read of the same request. Empty asks for no lease."""
+    lease_seconds: _builtins.float
+    """How long the found blocks must stay readable. Unit: seconds; 0 takes the store's default, which is also its most."""
+    tenant: _builtins.str
+    """Tenant of the request, for the hit-age and hit-rate metrics and for the order of eviction."""
+    retention: _common_pb2.RetentionClass.ValueType
+    """The hit would be written with this class: a hit refreshes blocks that would expire sooner."""
     @_builtins.property
     def block_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """32 bytes each, at most 8,192."""
@@ -62,10 +50,14 @@ class LookupRequest(_message.Message):
         *,
         block_keys: _abc.Iterable[_builtins.bytes] | None = ...,
         fingerprint: _builtins.bytes = ...,
+        request_id: _builtins.str = ...,
+        lease_seconds: _builtins.float = ...,
+        tenant: _builtins.str = ...,
+        retention: _common_pb2.RetentionClass.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "fingerprint", b"fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "fingerprint", b"fingerprint", "lease_seconds", b"lease_seconds", "request_id", b"request_id", "retention", b"retention", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -78,16 +70,28 @@ class LookupReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_PENDING_FIELD_NUMBER: _builtins.int
+    PENDING_SECONDS_FIELD_NUMBER: _builtins.int
+    LEASE_SECONDS_FIELD_NUMBER: _builtins.int
     num_blocks: _builtins.int
     """Unit: blocks."""
+    num_pending: _builtins.int
+    """Blocks behind those that are being written at this moment: a Read waits for them. Unit: blocks."""
+    pending_seconds: _builtins.float
+    """When the pending ones should be there. Unit: seconds from now; 0 without any."""
+    lease_seconds: _builtins.float
+    """How long the lease holds; 0 when none was asked for. Unit: seconds."""
     def __init__(
         self,
         *,
         num_blocks: _builtins.int = ...,
+        num_pending: _builtins.int = ...,
+        pending_seconds: _builtins.float = ...,
+        lease_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_blocks", b"num_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_seconds", b"lease_seconds", "num_blocks", b"num_blocks", "num_pending", b"num_pending", "pending_seconds", b"pending_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -101,8 +105,14 @@ class ReadRequest(_message.Message):
 
     BLOCK_KEYS_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    PENDING_SECONDS_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.bytes
     """32 bytes."""
+    request_id: _builtins.str
+    """Request whose lease ends with this read; empty for none."""
+    pending_seconds: _builtins.float
+    """How long blocks that are still being written may be waited for. Unit: seconds; 0 does not wait."""
     @_builtins.property
     def block_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """32 bytes each, at most 8,192."""
@@ -112,10 +122,12 @@ class ReadRequest(_message.Message):
         *,
         block_keys: _abc.Iterable[_builtins.bytes] | None = ...,
         fingerprint: _builtins.bytes = ...,
+        request_id: _builtins.str = ...,
+        pending_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "fingerprint", b"fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "fingerprint", b"fingerprint", "pending_seconds", b"pending_seconds", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -134,6 +146,7 @@ class BlockChunk(_message.Message):
     DATA_FIELD_NUMBER: _builtins.int
     BLOCK_CRC32_FIELD_NUMBER: _builtins.int
     RETENTION_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     block_key: _builtins.bytes
     """Set on every chunk. 32 bytes."""
     fingerprint: _builtins.bytes
@@ -146,8 +159,10 @@ class BlockChunk(_message.Message):
     """At most 2 MiB."""
     block_crc32: _builtins.int
     """CRC-32 (IEEE) of the whole block; set on the block's last chunk."""
-    retention: Global___RetentionClass.ValueType
+    retention: _common_pb2.RetentionClass.ValueType
     """How long the block is worth keeping."""
+    tenant: _builtins.str
+    """Tenant the block belongs to: its quota pays and its deletion removes it. Set on a block's first chunk when writing."""
     def __init__(
         self,
         *,
@@ -157,11 +172,12 @@ class BlockChunk(_message.Message):
         offset_bytes: _builtins.int = ...,
         data: _builtins.bytes = ...,
         block_crc32: _builtins.int = ...,
-        retention: Global___RetentionClass.ValueType = ...,
+        retention: _common_pb2.RetentionClass.ValueType = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_crc32", b"block_crc32", "block_key", b"block_key", "data", b"data", "fingerprint", b"fingerprint", "offset_bytes", b"offset_bytes", "retention", b"retention"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_crc32", b"block_crc32", "block_key", b"block_key", "data", b"data", "fingerprint", b"fingerprint", "offset_bytes", b"offset_bytes", "retention", b"retention", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -194,6 +210,169 @@ class WriteReply(_message.Message):
 Global___WriteReply: _TypeAlias = WriteReply  # noqa: Y015
 
 @_typing.final
+class PinRequest(_message.Message):
+    """Blocks to keep for a session."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    BLOCK_KEYS_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    HOLD_SECONDS_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    """Names the session, chosen by the caller; pins add up."""
+    tenant: _builtins.str
+    """Pins of one tenant count against its quota and cannot name another's session."""
+    fingerprint: _builtins.bytes
+    """32 bytes."""
+    hold_seconds: _builtins.float
+    """How long the pins hold from now. Unit: seconds; 0 takes the store's default."""
+    @_builtins.property
+    def block_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """32 bytes each, at most 8,192."""
+
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        block_keys: _abc.Iterable[_builtins.bytes] | None = ...,
+        fingerprint: _builtins.bytes = ...,
+        hold_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "fingerprint", b"fingerprint", "hold_seconds", b"hold_seconds", "session_id", b"session_id", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinRequest: _TypeAlias = PinRequest  # noqa: Y015
+
+@_typing.final
+class PinReply(_message.Message):
+    """What is pinned now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_PINNED_FIELD_NUMBER: _builtins.int
+    EXPIRES_AT_UNIX_SECONDS_FIELD_NUMBER: _builtins.int
+    num_pinned: _builtins.int
+    """Leading keys that are stored and now pinned. Unit: blocks."""
+    expires_at_unix_seconds: _builtins.float
+    """When the session's pins end by themselves. Unit: seconds since the Unix epoch."""
+    def __init__(
+        self,
+        *,
+        num_pinned: _builtins.int = ...,
+        expires_at_unix_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expires_at_unix_seconds", b"expires_at_unix_seconds", "num_pinned", b"num_pinned"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinReply: _TypeAlias = PinReply  # noqa: Y015
+
+@_typing.final
+class ReleaseRequest(_message.Message):
+    """Pins to take back."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    BLOCK_KEYS_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    """The session that was given to Pin."""
+    tenant: _builtins.str
+    """Its tenant."""
+    @_builtins.property
+    def block_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Only these; empty releases the whole session."""
+
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        block_keys: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "session_id", b"session_id", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseRequest: _TypeAlias = ReleaseRequest  # noqa: Y015
+
+@_typing.final
+class ReleaseReply(_message.Message):
+    """What was released."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_RELEASED_FIELD_NUMBER: _builtins.int
+    num_released: _builtins.int
+    """Unit: blocks."""
+    def __init__(
+        self,
+        *,
+        num_released: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_released", b"num_released"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseReply: _TypeAlias = ReleaseReply  # noqa: Y015
+
+@_typing.final
+class LocateRequest(_message.Message):
+    """Nothing to ask."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LocateRequest: _TypeAlias = LocateRequest  # noqa: Y015
+
+@_typing.final
+class LocateReply(_message.Message):
+    """How a reader on the same host gets at the files."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOCKET_PATH_FIELD_NUMBER: _builtins.int
+    BOOT_ID_FIELD_NUMBER: _builtins.int
+    socket_path: _builtins.str
+    """Path of the unix socket that passes file descriptors; empty when the store has none."""
+    boot_id: _builtins.str
+    """The store says it again as its first word on the socket: another store may own that path on another host."""
+    def __init__(
+        self,
+        *,
+        socket_path: _builtins.str = ...,
+        boot_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "socket_path", b"socket_path"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LocateReply: _TypeAlias = LocateReply  # noqa: Y015
+
+@_typing.final
 class GetStatsRequest(_message.Message):
     """Nothing to ask."""
 
@@ -222,6 +401,14 @@ class KvstoreStats(_message.Message):
     MAX_BYTES_FIELD_NUMBER: _builtins.int
     NUM_DAMAGED_FIELD_NUMBER: _builtins.int
     NUM_EVICTED_FIELD_NUMBER: _builtins.int
+    PHYSICAL_BYTES_FIELD_NUMBER: _builtins.int
+    NUM_EXPIRED_FIELD_NUMBER: _builtins.int
+    NUM_PINNED_FIELD_NUMBER: _builtins.int
+    NUM_LEASES_FIELD_NUMBER: _builtins.int
+    TENANTS_FIELD_NUMBER: _builtins.int
+    RETENTIONS_FIELD_NUMBER: _builtins.int
+    BREAKER_FIELD_NUMBER: _builtins.int
+    NUM_REMOTE_BLOCKS_FIELD_NUMBER: _builtins.int
     num_blocks: _builtins.int
     """Unit: blocks."""
     num_segments: _builtins.int
@@ -234,6 +421,26 @@ class KvstoreStats(_message.Message):
     """Blocks found damaged since boot. Unit: blocks."""
     num_evicted: _builtins.int
     """Blocks removed to make room since boot. Unit: blocks."""
+    physical_bytes: _builtins.int
+    """Space the file system gave to the segments. Unit: bytes."""
+    num_expired: _builtins.int
+    """Blocks removed because their time was over since boot. Unit: blocks."""
+    num_pinned: _builtins.int
+    """Blocks kept for sessions now. Unit: blocks."""
+    num_leases: _builtins.int
+    """Leases that are held now."""
+    breaker: _builtins.str
+    """State of the object store behind this one: "off", "closed" (in use) or "open" (left alone after failures)."""
+    num_remote_blocks: _builtins.int
+    """Blocks that are only in the object store. Unit: blocks."""
+    @_builtins.property
+    def tenants(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantUse]:
+        """What each tenant holds, the largest first; at most 1,000."""
+
+    @_builtins.property
+    def retentions(self) -> _containers.RepeatedCompositeFieldContainer[Global___RetentionUse]:
+        """What each retention class holds."""
+
     def __init__(
         self,
         *,
@@ -243,11 +450,239 @@ class KvstoreStats(_message.Message):
         max_bytes: _builtins.int = ...,
         num_damaged: _builtins.int = ...,
         num_evicted: _builtins.int = ...,
+        physical_bytes: _builtins.int = ...,
+        num_expired: _builtins.int = ...,
+        num_pinned: _builtins.int = ...,
+        num_leases: _builtins.int = ...,
+        tenants: _abc.Iterable[Global___TenantUse] | None = ...,
+        retentions: _abc.Iterable[Global___RetentionUse] | None = ...,
+        breaker: _builtins.str = ...,
+        num_remote_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["disk_bytes", b"disk_bytes", "max_bytes", b"max_bytes", "num_blocks", b"num_blocks", "num_damaged", b"num_damaged", "num_evicted", b"num_evicted", "num_segments", b"num_segments"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["breaker", b"breaker", "disk_bytes", b"disk_bytes", "max_bytes", b"max_bytes", "num_blocks", b"num_blocks", "num_damaged", b"num_damaged", "num_evicted", b"num_evicted", "num_expired", b"num_expired", "num_leases", b"num_leases", "num_pinned", b"num_pinned", "num_remote_blocks", b"num_remote_blocks", "num_segments", b"num_segments", "physical_bytes", b"physical_bytes", "retentions", b"retentions", "tenants", b"tenants"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___KvstoreStats: _TypeAlias = KvstoreStats  # noqa: Y015
+
+@_typing.final
+class TenantUse(_message.Message):
+    """What one tenant holds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    QUOTA_BYTES_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """Name as the keys file says it; empty for requests without keys."""
+    num_blocks: _builtins.int
+    """Unit: blocks."""
+    num_bytes: _builtins.int
+    """Payload. Unit: bytes."""
+    quota_bytes: _builtins.int
+    """Most it may hold; 0 without a quota. Unit: bytes."""
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        num_blocks: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
+        quota_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_blocks", b"num_blocks", "num_bytes", b"num_bytes", "quota_bytes", b"quota_bytes", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TenantUse: _TypeAlias = TenantUse  # noqa: Y015
+
+@_typing.final
+class RetentionUse(_message.Message):
+    """What one retention class holds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RETENTION_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    retention: _common_pb2.RetentionClass.ValueType
+    """The class."""
+    seconds: _builtins.float
+    """How long its blocks live. Unit: seconds."""
+    num_blocks: _builtins.int
+    """Unit: blocks."""
+    def __init__(
+        self,
+        *,
+        retention: _common_pb2.RetentionClass.ValueType = ...,
+        seconds: _builtins.float = ...,
+        num_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_blocks", b"num_blocks", "retention", b"retention", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RetentionUse: _TypeAlias = RetentionUse  # noqa: Y015
+
+@_typing.final
+class VerifyRequest(_message.Message):
+    """Which blocks to verify."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    max_bytes_per_second: _builtins.int
+    """Bound on the reading, so that requests are not slowed. Unit: bytes per second; 0 is without bound."""
+    def __init__(
+        self,
+        *,
+        max_bytes_per_second: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_bytes_per_second", b"max_bytes_per_second"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VerifyRequest: _TypeAlias = VerifyRequest  # noqa: Y015
+
+@_typing.final
+class VerifyReport(_message.Message):
+    """Progress of a verification; the last report has is_last set."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    TOTAL_BLOCKS_FIELD_NUMBER: _builtins.int
+    BAD_FIELD_NUMBER: _builtins.int
+    IS_LAST_FIELD_NUMBER: _builtins.int
+    num_blocks: _builtins.int
+    """So far. Unit: blocks."""
+    total_blocks: _builtins.int
+    """To do in all. Unit: blocks."""
+    is_last: _builtins.bool
+    """True once, at the end."""
+    @_builtins.property
+    def bad(self) -> _containers.RepeatedCompositeFieldContainer[Global___BadBlock]:
+        """Bad blocks found since the report before."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: _builtins.int = ...,
+        total_blocks: _builtins.int = ...,
+        bad: _abc.Iterable[Global___BadBlock] | None = ...,
+        is_last: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bad", b"bad", "is_last", b"is_last", "num_blocks", b"num_blocks", "total_blocks", b"total_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VerifyReport: _TypeAlias = VerifyReport  # noqa: Y015
+
+@_typing.final
+class BadBlock(_message.Message):
+    """A block whose bytes are not what was written."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCK_KEY_FIELD_NUMBER: _builtins.int
+    SEGMENT_FIELD_NUMBER: _builtins.int
+    OFFSET_BYTES_FIELD_NUMBER: _builtins.int
+    FAULT_FIELD_NUMBER: _builtins.int
+    block_key: _builtins.bytes
+    """32 bytes."""
+    segment: _builtins.str
+    """File name of its segment."""
+    offset_bytes: _builtins.int
+    """Where its record starts. Unit: bytes."""
+    fault: _builtins.str
+    """"header", "payload", "missing" or "remote"."""
+    def __init__(
+        self,
+        *,
+        block_key: _builtins.bytes = ...,
+        segment: _builtins.str = ...,
+        offset_bytes: _builtins.int = ...,
+        fault: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_key", b"block_key", "fault", b"fault", "offset_bytes", b"offset_bytes", "segment", b"segment"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BadBlock: _TypeAlias = BadBlock  # noqa: Y015
+
+@_typing.final
+class EvictRequest(_message.Message):
+    """What to remove. Fields that are set must all match; at least one must be set."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    IS_TENANT_SET_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    RETENTION_FIELD_NUMBER: _builtins.int
+    IS_ALL_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """Blocks of this tenant; with is_tenant_set so that the anonymous one can be named too."""
+    is_tenant_set: _builtins.bool
+    """True when `tenant` counts."""
+    fingerprint: _builtins.bytes
+    """Blocks of this model fingerprint. 32 bytes."""
+    retention: _common_pb2.RetentionClass.ValueType
+    """Blocks of this class."""
+    is_all: _builtins.bool
+    """Everything."""
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        is_tenant_set: _builtins.bool = ...,
+        fingerprint: _builtins.bytes = ...,
+        retention: _common_pb2.RetentionClass.ValueType = ...,
+        is_all: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "is_all", b"is_all", "is_tenant_set", b"is_tenant_set", "retention", b"retention", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EvictRequest: _TypeAlias = EvictRequest  # noqa: Y015
+
+@_typing.final
+class EvictReply(_message.Message):
+    """What was removed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    num_blocks: _builtins.int
+    """Unit: blocks."""
+    num_bytes: _builtins.int
+    """Disk given back. Unit: bytes."""
+    def __init__(
+        self,
+        *,
+        num_blocks: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_blocks", b"num_blocks", "num_bytes", b"num_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EvictReply: _TypeAlias = EvictReply  # noqa: Y015

@@ -50,10 +50,35 @@ class KvstoreStub:
                 request_serializer=proto_dot_kvstore__pb2.BlockChunk.SerializeToString,
                 response_deserializer=proto_dot_kvstore__pb2.WriteReply.FromString,
                 _registered_method=True)
+        self.Pin = channel.unary_unary(
+                '/fathom.v1.Kvstore/Pin',
+                request_serializer=proto_dot_kvstore__pb2.PinRequest.SerializeToString,
+                response_deserializer=proto_dot_kvstore__pb2.PinReply.FromString,
+                _registered_method=True)
+        self.Release = channel.unary_unary(
+                '/fathom.v1.Kvstore/Release',
+                request_serializer=proto_dot_kvstore__pb2.ReleaseRequest.SerializeToString,
+                response_deserializer=proto_dot_kvstore__pb2.ReleaseReply.FromString,
+                _registered_method=True)
+        self.Locate = channel.unary_unary(
+                '/fathom.v1.Kvstore/Locate',
+                request_serializer=proto_dot_kvstore__pb2.LocateRequest.SerializeToString,
+                response_deserializer=proto_dot_kvstore__pb2.LocateReply.FromString,
+                _registered_method=True)
         self.GetStats = channel.unary_unary(
                 '/fathom.v1.Kvstore/GetStats',
                 request_serializer=proto_dot_kvstore__pb2.GetStatsRequest.SerializeToString,
                 response_deserializer=proto_dot_kvstore__pb2.KvstoreStats.FromString,
+                _registered_method=True)
+        self.Verify = channel.unary_stream(
+                '/fathom.v1.Kvstore/Verify',
+                request_serializer=proto_dot_kvstore__pb2.VerifyRequest.SerializeToString,
+                response_deserializer=proto_dot_kvstore__pb2.VerifyReport.FromString,
+                _registered_method=True)
+        self.Evict = channel.unary_unary(
+                '/fathom.v1.Kvstore/Evict',
+                request_serializer=proto_dot_kvstore__pb2.EvictRequest.SerializeToString,
+                response_deserializer=proto_dot_kvstore__pb2.EvictReply.FromString,
                 _registered_method=True)
 
 
@@ -82,8 +107,43 @@ class KvstoreServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Pin(self, request, context):
+        """Keeps blocks from eviction (not from the tenant's deletion) for a session, until released or expired.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Release(self, request, context):
+        """Takes pins back: some keys of a session, or all of it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Locate(self, request, context):
+        """Where readers on the same host can get file descriptors instead of bytes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStats(self, request, context):
         """Counts, for tests and operators.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Verify(self, request, context):
+        """Reads back every stored block and compares checksums; reports as it goes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Evict(self, request, context):
+        """Removes what matches, for operators: everything of a tenant, of a model, of a class, or all.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -107,10 +167,35 @@ def add_KvstoreServicer_to_server(servicer, server):
                     request_deserializer=proto_dot_kvstore__pb2.BlockChunk.FromString,
                     response_serializer=proto_dot_kvstore__pb2.WriteReply.SerializeToString,
             ),
+            'Pin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pin,
+                    request_deserializer=proto_dot_kvstore__pb2.PinRequest.FromString,
+                    response_serializer=proto_dot_kvstore__pb2.PinReply.SerializeToString,
+            ),
+            'Release': grpc.unary_unary_rpc_method_handler(
+                    servicer.Release,
+                    request_deserializer=proto_dot_kvstore__pb2.ReleaseRequest.FromString,
+                    response_serializer=proto_dot_kvstore__pb2.ReleaseReply.SerializeToString,
+            ),
+            'Locate': grpc.unary_unary_rpc_method_handler(
+                    servicer.Locate,
+                    request_deserializer=proto_dot_kvstore__pb2.LocateRequest.FromString,
+                    response_serializer=proto_dot_kvstore__pb2.LocateReply.SerializeToString,
+            ),
             'GetStats': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStats,
                     request_deserializer=proto_dot_kvstore__pb2.GetStatsRequest.FromString,
                     response_serializer=proto_dot_kvstore__pb2.KvstoreStats.SerializeToString,
+            ),
+            'Verify': grpc.unary_stream_rpc_method_handler(
+                    servicer.Verify,
+                    request_deserializer=proto_dot_kvstore__pb2.VerifyRequest.FromString,
+                    response_serializer=proto_dot_kvstore__pb2.VerifyReport.SerializeToString,
+            ),
+            'Evict': grpc.unary_unary_rpc_method_handler(
+                    servicer.Evict,
+                    request_deserializer=proto_dot_kvstore__pb2.EvictRequest.FromString,
+                    response_serializer=proto_dot_kvstore__pb2.EvictReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -206,6 +291,87 @@ class Kvstore:
             _registered_method=True)
 
     @staticmethod
+    def Pin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fathom.v1.Kvstore/Pin',
+            proto_dot_kvstore__pb2.PinRequest.SerializeToString,
+            proto_dot_kvstore__pb2.PinReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Release(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fathom.v1.Kvstore/Release',
+            proto_dot_kvstore__pb2.ReleaseRequest.SerializeToString,
+            proto_dot_kvstore__pb2.ReleaseReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Locate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fathom.v1.Kvstore/Locate',
+            proto_dot_kvstore__pb2.LocateRequest.SerializeToString,
+            proto_dot_kvstore__pb2.LocateReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def GetStats(request,
             target,
             options=(),
@@ -222,6 +388,60 @@ class Kvstore:
             '/fathom.v1.Kvstore/GetStats',
             proto_dot_kvstore__pb2.GetStatsRequest.SerializeToString,
             proto_dot_kvstore__pb2.KvstoreStats.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Verify(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/fathom.v1.Kvstore/Verify',
+            proto_dot_kvstore__pb2.VerifyRequest.SerializeToString,
+            proto_dot_kvstore__pb2.VerifyReport.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Evict(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fathom.v1.Kvstore/Evict',
+            proto_dot_kvstore__pb2.EvictRequest.SerializeToString,
+            proto_dot_kvstore__pb2.EvictReply.FromString,
             options,
             channel_credentials,
             insecure,

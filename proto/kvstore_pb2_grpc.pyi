@@ -39,8 +39,18 @@ class KvstoreStub:
     """Sends blocks in the order asked; stops before the first that is missing or damaged."""
     Write: _grpc.StreamUnaryMultiCallable[_kvstore_pb2.BlockChunk, _kvstore_pb2.WriteReply]
     """Stores blocks. A block is visible only after its last chunk was verified and written. First writer wins."""
+    Pin: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.PinRequest, _kvstore_pb2.PinReply]
+    """Keeps blocks from eviction (not from the tenant's deletion) for a session, until released or expired."""
+    Release: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.ReleaseRequest, _kvstore_pb2.ReleaseReply]
+    """Takes pins back: some keys of a session, or all of it."""
+    Locate: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.LocateRequest, _kvstore_pb2.LocateReply]
+    """Where readers on the same host can get file descriptors instead of bytes."""
     GetStats: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.GetStatsRequest, _kvstore_pb2.KvstoreStats]
     """Counts, for tests and operators."""
+    Verify: _grpc.UnaryStreamMultiCallable[_kvstore_pb2.VerifyRequest, _kvstore_pb2.VerifyReport]
+    """Reads back every stored block and compares checksums; reports as it goes."""
+    Evict: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.EvictRequest, _kvstore_pb2.EvictReply]
+    """Removes what matches, for operators: everything of a tenant, of a model, of a class, or all."""
 
 @_typing.type_check_only
 class KvstoreAsyncStub(KvstoreStub):
@@ -53,8 +63,18 @@ class KvstoreAsyncStub(KvstoreStub):
     """Sends blocks in the order asked; stops before the first that is missing or damaged."""
     Write: _aio.StreamUnaryMultiCallable[_kvstore_pb2.BlockChunk, _kvstore_pb2.WriteReply]  # type: ignore[assignment]
     """Stores blocks. A block is visible only after its last chunk was verified and written. First writer wins."""
+    Pin: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.PinRequest, _kvstore_pb2.PinReply]  # type: ignore[assignment]
+    """Keeps blocks from eviction (not from the tenant's deletion) for a session, until released or expired."""
+    Release: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.ReleaseRequest, _kvstore_pb2.ReleaseReply]  # type: ignore[assignment]
+    """Takes pins back: some keys of a session, or all of it."""
+    Locate: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.LocateRequest, _kvstore_pb2.LocateReply]  # type: ignore[assignment]
+    """Where readers on the same host can get file descriptors instead of bytes."""
     GetStats: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.GetStatsRequest, _kvstore_pb2.KvstoreStats]  # type: ignore[assignment]
     """Counts, for tests and operators."""
+    Verify: _aio.UnaryStreamMultiCallable[_kvstore_pb2.VerifyRequest, _kvstore_pb2.VerifyReport]  # type: ignore[assignment]
+    """Reads back every stored block and compares checksums; reports as it goes."""
+    Evict: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.EvictRequest, _kvstore_pb2.EvictReply]  # type: ignore[assignment]
+    """Removes what matches, for operators: everything of a tenant, of a model, of a class, or all."""
 
 class KvstoreServicer(metaclass=_abc_1.ABCMeta):
     """A store of KV blocks; losing it costs recomputation and nothing else."""
@@ -84,11 +104,51 @@ class KvstoreServicer(metaclass=_abc_1.ABCMeta):
         """Stores blocks. A block is visible only after its last chunk was verified and written. First writer wins."""
 
     @_abc_1.abstractmethod
+    def Pin(
+        self,
+        request: _kvstore_pb2.PinRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvstore_pb2.PinReply, _abc.Awaitable[_kvstore_pb2.PinReply]]:
+        """Keeps blocks from eviction (not from the tenant's deletion) for a session, until released or expired."""
+
+    @_abc_1.abstractmethod
+    def Release(
+        self,
+        request: _kvstore_pb2.ReleaseRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvstore_pb2.ReleaseReply, _abc.Awaitable[_kvstore_pb2.ReleaseReply]]:
+        """Takes pins back: some keys of a session, or all of it."""
+
+    @_abc_1.abstractmethod
+    def Locate(
+        self,
+        request: _kvstore_pb2.LocateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvstore_pb2.LocateReply, _abc.Awaitable[_kvstore_pb2.LocateReply]]:
+        """Where readers on the same host can get file descriptors instead of bytes."""
+
+    @_abc_1.abstractmethod
     def GetStats(
         self,
         request: _kvstore_pb2.GetStatsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvstore_pb2.KvstoreStats, _abc.Awaitable[_kvstore_pb2.KvstoreStats]]:
         """Counts, for tests and operators."""
+
+    @_abc_1.abstractmethod
+    def Verify(
+        self,
+        request: _kvstore_pb2.VerifyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_kvstore_pb2.VerifyReport], _abc.AsyncIterator[_kvstore_pb2.VerifyReport]]:
+        """Reads back every stored block and compares checksums; reports as it goes."""
+
+    @_abc_1.abstractmethod
+    def Evict(
+        self,
+        request: _kvstore_pb2.EvictRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvstore_pb2.EvictReply, _abc.Awaitable[_kvstore_pb2.EvictReply]]:
+        """Removes what matches, for operators: everything of a tenant, of a model, of a class, or all."""
 
 def add_KvstoreServicer_to_server(servicer: KvstoreServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from proto import common_pb2 as proto_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13proto/prefill.proto\x12\tfathom.v1\x1a\x12proto/common.proto\"\xc5\x01\n\x0ePrefillCommand\x12*\n\x06submit\x18\x01 \x01(\x0b\x32\x18.fathom.v1.PrefillSubmitH\x00\x12,\n\x07\x64\x65liver\x18\x02 \x01(\x0b\x32\x19.fathom.v1.PrefillDeliverH\x00\x12#\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x11.fathom.v1.CancelH\x00\x12)\n\theartbeat\x18\x04 \x01(\x0b\x32\x14.fathom.v1.HeartbeatH\x00\x42\t\n\x07\x63ommand\"H\n\rPrefillSubmit\x12#\n\x07request\x18\x01 \x01(\x0b\x32\x12.fathom.v1.Request\x12\x12\n\nhit_tokens\x18\x02 \x01(\r\"W\n\x0ePrefillDeliver\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07replica\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x04 \x01(\t\"I\n\x0cPrefillFrame\x12\'\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x17.fathom.v1.PrefillEvent\x12\x10\n\x08sequence\x18\x02 \x01(\x04\"\xee\x01\n\x0cPrefillEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x39\n\x12last_chunk_started\x18\x02 \x01(\x0b\x32\x1b.fathom.v1.LastChunkStartedH\x00\x12,\n\x0b\x66irst_token\x18\x03 \x01(\x0b\x32\x15.fathom.v1.FirstTokenH\x00\x12.\n\x0chandoff_done\x18\x04 \x01(\x0b\x32\x16.fathom.v1.HandoffDoneH\x00\x12(\n\x06\x66\x61iled\x18\x05 \x01(\x0b\x32\x16.fathom.v1.StreamErrorH\x00\x42\x07\n\x05\x65vent\"%\n\x10LastChunkStarted\x12\x11\n\tkv_tokens\x18\x01 \x01(\r\"\x92\x01\n\nFirstToken\x12$\n\x05token\x18\x01 \x01(\x0b\x32\x15.fathom.v1.TokenEvent\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x03 \x01(\r\x12\x15\n\rqueue_seconds\x18\x04 \x01(\x01\x12\x17\n\x0f\x63ompute_seconds\x18\x05 \x01(\x01\"B\n\x0bHandoffDone\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x0f\n\x07\x62\x61\x63kend\x18\x03 \x01(\t\"\x17\n\x15GetPrefillLoadRequest\"\x9b\x01\n\x0bPrefillLoad\x12\x14\n\x0ctotal_blocks\x18\x01 \x01(\r\x12\x13\n\x0bused_blocks\x18\x02 \x01(\r\x12\x15\n\rcached_blocks\x18\x03 \x01(\r\x12\x18\n\x10queued_sequences\x18\x04 \x01(\r\x12\x19\n\x11running_sequences\x18\x05 \x01(\r\x12\x15\n\rqueued_tokens\x18\x06 \x01(\x04\x32\x8d\x01\n\x07Prefill\x12=\n\x03Run\x12\x19.fathom.v1.PrefillCommand\x1a\x17.fathom.v1.PrefillFrame(\x01\x30\x01\x12\x43\n\x07GetLoad\x12 .fathom.v1.GetPrefillLoadRequest\x1a\x16.fathom.v1.PrefillLoadb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13proto/prefill.proto\x12\tfathom.v1\x1a\x12proto/common.proto\"\xc5\x01\n\x0ePrefillCommand\x12*\n\x06submit\x18\x01 \x01(\x0b\x32\x18.fathom.v1.PrefillSubmitH\x00\x12,\n\x07\x64\x65liver\x18\x02 \x01(\x0b\x32\x19.fathom.v1.PrefillDeliverH\x00\x12#\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x11.fathom.v1.CancelH\x00\x12)\n\theartbeat\x18\x04 \x01(\x0b\x32\x14.fathom.v1.HeartbeatH\x00\x42\t\n\x07\x63ommand\"H\n\rPrefillSubmit\x12#\n\x07request\x18\x01 \x01(\x0b\x32\x12.fathom.v1.Request\x12\x12\n\nhit_tokens\x18\x02 \x01(\r\"W\n\x0ePrefillDeliver\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07replica\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x04 \x01(\t\"I\n\x0cPrefillFrame\x12\'\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x17.fathom.v1.PrefillEvent\x12\x10\n\x08sequence\x18\x02 \x01(\x04\"\xee\x01\n\x0cPrefillEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x39\n\x12last_chunk_started\x18\x02 \x01(\x0b\x32\x1b.fathom.v1.LastChunkStartedH\x00\x12,\n\x0b\x66irst_token\x18\x03 \x01(\x0b\x32\x15.fathom.v1.FirstTokenH\x00\x12.\n\x0chandoff_done\x18\x04 \x01(\x0b\x32\x16.fathom.v1.HandoffDoneH\x00\x12(\n\x06\x66\x61iled\x18\x05 \x01(\x0b\x32\x16.fathom.v1.StreamErrorH\x00\x42\x07\n\x05\x65vent\"%\n\x10LastChunkStarted\x12\x11\n\tkv_tokens\x18\x01 \x01(\r\"\xc8\x01\n\nFirstToken\x12$\n\x05token\x18\x01 \x01(\x0b\x32\x15.fathom.v1.TokenEvent\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x03 \x01(\r\x12\x15\n\rqueue_seconds\x18\x04 \x01(\x01\x12\x17\n\x0f\x63ompute_seconds\x18\x05 \x01(\x01\x12\x34\n\x0fprompt_logprobs\x18\x06 \x03(\x0b\x32\x1b.fathom.v1.PositionLogprobs\"B\n\x0bHandoffDone\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x0f\n\x07\x62\x61\x63kend\x18\x03 \x01(\t\"\x17\n\x15GetPrefillLoadRequest\"\x9b\x01\n\x0bPrefillLoad\x12\x14\n\x0ctotal_blocks\x18\x01 \x01(\r\x12\x13\n\x0bused_blocks\x18\x02 \x01(\r\x12\x15\n\rcached_blocks\x18\x03 \x01(\r\x12\x18\n\x10queued_sequences\x18\x04 \x01(\r\x12\x19\n\x11running_sequences\x18\x05 \x01(\r\x12\x15\n\rqueued_tokens\x18\x06 \x01(\x04\x32\x8d\x01\n\x07Prefill\x12=\n\x03Run\x12\x19.fathom.v1.PrefillCommand\x1a\x17.fathom.v1.PrefillFrame(\x01\x30\x01\x12\x43\n\x07GetLoad\x12 .fathom.v1.GetPrefillLoadRequest\x1a\x16.fathom.v1.PrefillLoadb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,13 +45,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LASTCHUNKSTARTED']._serialized_start=733
   _globals['_LASTCHUNKSTARTED']._serialized_end=770
   _globals['_FIRSTTOKEN']._serialized_start=773
-  _globals['_FIRSTTOKEN']._serialized_end=919
-  _globals['_HANDOFFDONE']._serialized_start=921
-  _globals['_HANDOFFDONE']._serialized_end=987
-  _globals['_GETPREFILLLOADREQUEST']._serialized_start=989
-  _globals['_GETPREFILLLOADREQUEST']._serialized_end=1012
-  _globals['_PREFILLLOAD']._serialized_start=1015
-  _globals['_PREFILLLOAD']._serialized_end=1170
-  _globals['_PREFILL']._serialized_start=1173
-  _globals['_PREFILL']._serialized_end=1314
+  _globals['_FIRSTTOKEN']._serialized_end=973
+  _globals['_HANDOFFDONE']._serialized_start=975
+  _globals['_HANDOFFDONE']._serialized_end=1041
+  _globals['_GETPREFILLLOADREQUEST']._serialized_start=1043
+  _globals['_GETPREFILLLOADREQUEST']._serialized_end=1066
+  _globals['_PREFILLLOAD']._serialized_start=1069
+  _globals['_PREFILLLOAD']._serialized_end=1224
+  _globals['_PREFILL']._serialized_start=1227
+  _globals['_PREFILL']._serialized_end=1368
 # @@protoc_insertion_point(module_scope)

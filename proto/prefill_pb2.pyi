@@ -234,6 +234,7 @@ class FirstToken(_message.Message):
     COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     QUEUE_SECONDS_FIELD_NUMBER: _builtins.int
     COMPUTE_SECONDS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     cached_tokens: _builtins.int
     """Prompt tokens that were found, in this replica's pool or in the KV store. Unit: tokens."""
     computed_tokens: _builtins.int
@@ -246,6 +247,10 @@ class FirstToken(_message.Message):
     def token(self) -> _common_pb2.TokenEvent:
         """The token, its logprobs and, if the answer ends with it, the finish reason."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PositionLogprobs]:
+        """One per prompt token from the second on, when num_prompt_logprobs was set; empty otherwise."""
+
     def __init__(
         self,
         *,
@@ -254,10 +259,11 @@ class FirstToken(_message.Message):
         computed_tokens: _builtins.int = ...,
         queue_seconds: _builtins.float = ...,
         compute_seconds: _builtins.float = ...,
+        prompt_logprobs: _abc.Iterable[_common_pb2.PositionLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "compute_seconds", b"compute_seconds", "computed_tokens", b"computed_tokens", "queue_seconds", b"queue_seconds", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "compute_seconds", b"compute_seconds", "computed_tokens", b"computed_tokens", "prompt_logprobs", b"prompt_logprobs", "queue_seconds", b"queue_seconds", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import grpc.aio
 import structlog
 
-from proto.kvstore_pb2 import RETENTION_CLASS_CHAT, BlockChunk, ReadRequest, WriteReply
+from proto.common_pb2 import RETENTION_CLASS_CHAT
+from proto.kvstore_pb2 import BlockChunk, ReadRequest, WriteReply
 from proto.kvstore_pb2_grpc import KvstoreStub
 from services.chassis.errors import FathomError
 

@@ -6,6 +6,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from proto.common_pb2 import RetentionClass
 from proto.kvstore_pb2 import (
     BlockChunk,
     GetStatsRequest,
@@ -13,7 +14,6 @@ from proto.kvstore_pb2 import (
     LookupReply,
     LookupRequest,
     ReadRequest,
-    RetentionClass,
     WriteReply,
 )
 from proto.kvstore_pb2_grpc import KvstoreServicer, add_KvstoreServicer_to_server
