@@ -32,6 +32,10 @@ class SamplingParams:
     """Asks for the chosen token's logprob and this many alternatives; None asks for neither."""
 
 
+PENDING = -1
+"""Stands for the one token of a row that the step launched before will sample for its sequence: it is not known yet."""
+
+
 @dataclass(frozen=True, slots=True)
 class Image:
     """Embeddings that stand in a prompt instead of tokens. Keys of blocks they touch carry the image's hash."""
@@ -87,6 +91,16 @@ class Row:
     images: tuple[Image, ...] = ()
     """Those that overlap token_ids; their positions' token ids only name them."""
     replay: Replay = NO_REPLAY
+    targets: Sequence[int] = ()
+    """Tokens whose logprobs are wanted: targets[i] follows token_ids[i]. As many as token_ids, or fewer."""
+    num_target_logprobs: int = 0
+    """Alternatives to each target."""
+
+    def wanted(self, *, every_row: bool = False) -> list[int]:
+        """Which of token_ids need logits, ascending.  every_row: the last one does, sampled or not."""
+        last = len(self.token_ids) - 1
+        needs_last = (every_row or self.sampling is not None) and last >= len(self.targets)
+        return [*range(len(self.targets)), *([last] if needs_last else [])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +108,16 @@ class Batch:
     """Rows computed in one step. No padding: their tokens are laid end to end."""
 
     rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """How likely the model held a token that it was given, at temperature 1 and by the model alone."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """(token id, logprob), likeliest first."""
 
 
 @dataclass(frozen=True, slots=True)

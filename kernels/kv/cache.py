@@ -44,6 +44,11 @@ class KvCache:
         for block_id in block_ids:
             self._blocks[block_id].zero_()  # index_fill_ of bytes takes 60 times longer
 
+    def layer(self, index: int) -> Tensor:
+        """One layer of every block: [num_blocks, 2, block_tokens, kv_heads * head_dim], K at [:, 0], V at [:, 1]."""
+        shape = (self.num_blocks, self.sections_per_block // 2, 2, self.layout.block_tokens, -1)
+        return self._blocks.view(self.dtype).view(shape)[:, index]
+
     def token_rows_of_layers(self, token_rows: Tensor) -> tuple[Tensor, ...]:
         """Per layer, where K and V of tokens go.
 
@@ -72,12 +77,21 @@ class KvCache:
         self._check(block_id)
         return self._blocks[block_id].cpu().numpy().tobytes()
 
+    def copy_block(self, block_id: int, place: memoryview) -> None:
+        """Copy the block to writable host memory, with nothing in between; ValueError for a place of another size."""
+        self._check(block_id)
+        if len(place) != self.layout.block_bytes:
+            raise ValueError(f"a block has {self.layout.block_bytes} bytes, the place {len(place)}")
+        torch.frombuffer(place, dtype=torch.uint8).copy_(self._blocks[block_id])
+
     def write_block(self, block_id: int, payload: bytes | bytearray | memoryview) -> None:
         """Replace a block; ValueError unless the payload is layout.block_bytes long."""
         self._check(block_id)
         if len(payload) != self.layout.block_bytes:
             raise ValueError(f"a block has {self.layout.block_bytes} bytes, the payload {len(payload)}")
-        self._blocks[block_id].copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+        if memoryview(payload).readonly:  # torch takes writable memory only
+            payload = bytearray(payload)
+        self._blocks[block_id].copy_(torch.frombuffer(payload, dtype=torch.uint8))
 
     def _check(self, block_id: int) -> None:
         if not 0 < block_id < self.num_blocks:

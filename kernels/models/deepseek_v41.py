@@ -98,6 +98,9 @@ class DeepseekV41:
     def read_block(self, block_id: int) -> bytes:
         return self.cache.read_block(block_id)
 
+    def copy_block(self, block_id: int, place: memoryview) -> None:
+        self.cache.copy_block(block_id, place)
+
     def write_block(self, block_id: int, payload: bytes | bytearray | memoryview) -> None:
         self.cache.write_block(block_id, payload)
 
@@ -139,6 +142,9 @@ class OpenedV41:
         """The tokenizer counts as a weight: n-gram rows are found by how its tokens read."""
         ids = hashlib.sha256(self._compressed_ids.numpy().tobytes()).digest()
         return hashlib.sha256(b"fathom.v41.weights.1" + self._checkpoint.digest() + ids).digest()
+
+    def fitting_blocks(self) -> int:
+        return 0
 
     def build(self, *, num_blocks: int, num_windows: int) -> DeepseekV41:
         """Fall back to the plain kernel where the packed one is not invariant."""

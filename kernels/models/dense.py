@@ -71,6 +71,9 @@ class DenseModel:
     def read_block(self, block_id: int) -> bytes:
         return self._cache.read_block(block_id)
 
+    def copy_block(self, block_id: int, place: memoryview) -> None:
+        self._cache.copy_block(block_id, place)
+
     def write_block(self, block_id: int, payload: bytes | bytearray | memoryview) -> None:
         self._cache.write_block(block_id, payload)
 
@@ -108,6 +111,9 @@ class OpenedDense:
 
     def weights_digest(self) -> bytes:
         return self._weights.digest()
+
+    def fitting_blocks(self) -> int:
+        return 0
 
     def build(self, *, num_blocks: int, num_windows: int) -> DenseModel:  # noqa: ARG002 - it has no windows
         """Fall back to the plain kernel where the packed one is not invariant."""

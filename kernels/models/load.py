@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ def open_model(
     replay: Mode,
     device: torch.device,
     progress: Progress,
+    invariant: bool = True,
 ) -> OpenedModel:
     """Read a folder's config.  block_tokens: None takes the model's own.  replay: other than off needs windows.
 
@@ -35,4 +37,24 @@ def open_model(
         )
     if replay != "off":
         raise ModelNotSupported(f"replay {replay!r} rebuilds sliding windows; this model has none: leave it off")
+    if _has_gpu_kernels(device, dtype):
+        from kernels.models.gpu.dense import OpenedGpuDense  # needs Triton
+
+        return OpenedGpuDense(
+            model_dir, block_tokens=block_tokens, device=device, invariant=invariant, progress=progress
+        )
     return OpenedDense(model_dir, dtype=dtype, block_tokens=block_tokens, device=device, progress=progress)
+
+
+def choose_device(model_dir: Path, dtype: Dtype) -> torch.device:
+    """The GPU where there is one whose kernels this model and dtype have; the CPU otherwise."""
+    gpu = torch.device("cuda")
+    config = model_dir / "config.json"
+    if not torch.cuda.is_available() or not _has_gpu_kernels(gpu, dtype) or not config.is_file():
+        return torch.device("cpu")
+    return torch.device("cpu") if is_v41(read_json(config)) else gpu
+
+
+def _has_gpu_kernels(device: torch.device, dtype: Dtype) -> bool:
+    """fp32 stays with plain torch on every device: it is what others are compared with."""
+    return device.type == "cuda" and dtype == "bf16" and find_spec("triton") is not None

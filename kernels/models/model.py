@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from kernels.batch import Batch
+from kernels.batch import Batch, Sampled
 from kernels.kv.layout import KvLayout
 from kernels.kv.window import WindowSpec
 
@@ -79,6 +79,9 @@ class Model(Protocol):
     def read_block(self, block_id: int) -> bytes:
         """layout.block_bytes bytes."""
 
+    def copy_block(self, block_id: int, place: memoryview) -> None:
+        """The same bytes, into host memory of that size. ValueError for another size, or for the null block."""
+
     def write_block(self, block_id: int, payload: bytes | bytearray | memoryview) -> None:
         """ValueError for another size than layout.block_bytes, or for the null block."""
 
@@ -90,6 +93,24 @@ class Model(Protocol):
 
     def reset_window(self, slot: int) -> None:
         """Make a state empty: what a sequence starts with."""
+
+
+class Draws(Protocol):
+    """Tokens on their way from the device."""
+
+    def wait(self) -> tuple[Sampled, ...]:
+        """One per row that wants a token, in row order. Waits for this step and no later one."""
+
+
+@runtime_checkable
+class DrawsTokens(Protocol):
+    """A model whose device also samples, so that a step can be launched before the last one's tokens are known."""
+
+    def draw(self, batch: Batch, logits: Tensor) -> Draws:
+        """Sample for the rows that want a token, from what `forward` returned; nothing is waited for.
+
+        A sequence's row of the next batch may then hold PENDING for the token drawn here.
+        """
 
 
 class OpenedModel(Protocol):
@@ -105,6 +126,9 @@ class OpenedModel(Protocol):
 
     def weights_digest(self) -> bytes:
         """32 bytes that name the weights."""
+
+    def fitting_blocks(self) -> int:
+        """How many blocks the device has room for beside the weights; 0 where that is not known."""
 
     def build(self, *, num_blocks: int, num_windows: int) -> Model:
         """Read, check and pack the weights, and make the caches (null block and null window counted)."""

@@ -133,9 +133,7 @@ class StepPlanner:
         )
         flat = np.concatenate(positions)
         slots = flat % self._block_tokens
-        wanted = [
-            starts[index] + len(row.token_ids) - 1 for index, row in enumerate(batch.rows) if every_row or row.sampling
-        ]
+        wanted = [starts[index] + at for index, row in enumerate(batch.rows) for at in row.wanted(every_row=every_row)]
         return StepPlan(
             num_tokens=len(token_ids),
             tiles=self._tiles.plan(len(token_ids)),

@@ -119,6 +119,19 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Choice]:
     return choices
 
 
+def score(logits: Tensor, token_ids: Sequence[int], *, num_top: int) -> list[Choice]:
+    """The logprob of each row's given token, and of the num_top likeliest: by the model alone, at temperature 1.
+
+    logits: [rows, vocab] floating, any device.  Raises UnusableLogits naming every row with NaN or +inf.
+    """
+    largest = logits.max(dim=-1).values.tolist() if len(token_ids) else []
+    reasons = {row: f"the largest logit is {logit}" for row, logit in enumerate(largest) if not math.isfinite(logit)}
+    if reasons:
+        raise UnusableLogits(reasons)
+    host = _on_host(logits, list(range(len(token_ids))))
+    return [_with_logprobs(host[row].astype(np.float64), token, num_top) for row, token in enumerate(token_ids)]
+
+
 def _on_host(logits: Tensor, rows: list[int]) -> dict[int, np.ndarray]:
     """The rows asked for, as arrays that hold the same values."""
     if not rows:

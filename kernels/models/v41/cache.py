@@ -147,12 +147,21 @@ class V41Cache:
         self._check_block(block_id)
         return self._blocks[block_id].cpu().numpy().tobytes()
 
+    def copy_block(self, block_id: int, place: memoryview) -> None:
+        """Copy the block to writable host memory, with nothing in between; ValueError unless it has the block's size."""
+        self._check_block(block_id)
+        if len(place) != self.layout.block_bytes:
+            raise ValueError(f"a block has {self.layout.block_bytes} bytes, the place {len(place)}")
+        torch.frombuffer(place, dtype=torch.uint8).copy_(self._blocks[block_id])
+
     def write_block(self, block_id: int, payload: bytes | bytearray | memoryview) -> None:
         """Replace a block; ValueError unless the payload is layout.block_bytes long."""
         self._check_block(block_id)
         if len(payload) != self.layout.block_bytes:
             raise ValueError(f"a block has {self.layout.block_bytes} bytes, the payload {len(payload)}")
-        self._blocks[block_id].copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+        if memoryview(payload).readonly:  # torch takes writable memory only
+            payload = bytearray(payload)
+        self._blocks[block_id].copy_(torch.frombuffer(payload, dtype=torch.uint8))
 
     def read_window(self, slot: int, *, encoder_only: bool) -> bytes:
         """A state's bytes, or those of its encoder part."""

@@ -147,10 +147,11 @@ class V41Planner:
             if any(firsts):
                 spans = zip(starts, firsts, counts, strict=True)
                 kept = self._tensor(np.concatenate([np.arange(at + first, at + n) for at, first, n in spans]))
+        # Left-out tokens lie before the last one; rows that score their tokens leave none out (check_batch).
         wanted = [
-            int(decoder_end) - 1
+            int(decoder_end) - len(row.token_ids) + at
             for row, decoder_end in zip(rows, np.cumsum(counts - np.array(firsts)), strict=True)
-            if every_row or row.sampling
+            for at in row.wanted(every_row=every_row)
         ]
         ids = np.concatenate([np.asarray(row.token_ids, np.int64) for row in rows])
         images = image_rows(rows, starts.tolist(), self._config)

@@ -54,6 +54,8 @@ def _checked_table(row: Row, config: V41Config, num_blocks: int) -> Ids:
 
 def _check_replay(row: Row, config: V41Config) -> None:
     replay = row.replay
+    if row.targets and replay.keep_from:
+        raise BadBatch(f"sequence {row.sequence}: tokens are scored only where windows are exact")
     if replay.window_from > row.position or min(replay.window_from, replay.keep_from, replay.write_from) < 0:
         raise BadBatch(f"sequence {row.sequence}: window_from {replay.window_from} lies beyond its row, or before 0")
     if replay.write_from % config.block_tokens:

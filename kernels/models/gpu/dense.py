@@ -1,0 +1,264 @@
+"""How does a Llama-family model run on a GPU? Graphs for decode steps, a plain walk through layers for others."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import triton
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kernels.batch import PENDING, Batch, Row
+from kernels.kv.cache import KvCache
+from kernels.kv.layout import KvLayout
+from kernels.kv.window import WindowSpec
+from kernels.models.config import ModelConfig, read_config
+from kernels.models.gpu.draws import Draw, Drawer
+from kernels.models.gpu.forward import Stack, Tokens
+from kernels.models.gpu.graphs import DecodeGraphs
+from kernels.models.gpu.staging import Staging
+from kernels.models.gpu.tables import TableRows
+from kernels.models.gpu.weights import (
+    GpuWeights,
+    MemoryPlan,
+    check_supported,
+    heads_of,
+    load_weights,
+    plan_memory,
+)
+from kernels.models.llama import check_tensors
+from kernels.models.model import BadBatch, Progress
+from kernels.models.weights import Weights, open_weights
+from kernels.ops.gpu_attention import CHUNK, tokens_per_tile
+from kernels.ops.gpu_rope_cache import Paging
+from kernels.ops.gpu_step import fill_tokens, update_tables
+
+_RECIPE = "dense-gpu-1"
+DEFAULT_BLOCK_TOKENS = 128
+MOST_SEQUENCES = 1024
+"""Whose tables the device keeps."""
+_PROBE_TOKENS = 40
+
+
+class GpuDense:
+    """One dense decoder with its blocks on a GPU (or, for tests, on the CPU through the kernels' twins)."""
+
+    window: WindowSpec | None = None
+    preceding_tokens = 0
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: GpuWeights,
+        layout: KvLayout,
+        num_blocks: int,
+        device: torch.device,
+        *,
+        invariant: bool = True,
+        graphs: bool = True,
+    ) -> None:
+        """graphs: capture decode steps; without, the same kernels are launched one by one."""
+        self.info = config
+        self.layout = layout
+        self._device = device
+        self._invariant = invariant
+        self._cache = KvCache(layout, num_blocks, device)
+        self._rows = TableRows(
+            num_rows=MOST_SEQUENCES + 1,
+            num_blocks=num_blocks,
+            block_tokens=layout.block_tokens,
+            vocab_size=config.vocab_size,
+            max_position_tokens=config.max_position_tokens,
+        )
+        shape = (MOST_SEQUENCES + 1, self._rows.most_blocks)
+        self._tables = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._drawer = Drawer(config.vocab_size, MOST_SEQUENCES, device)
+        self._heads = heads_of(config)
+        paging = [Paging(self._cache.layer(index), self._tables) for index in range(config.num_layers)]
+        self._stack = Stack(config, weights, paging, invariant=invariant)
+        self._staging = Staging(device, 1 << 20)
+        self._decode = DecodeGraphs(
+            self._stack, self._heads, self._drawer.sampled, most_changes=self._rows.most_blocks, device=device
+        )
+        if graphs and device.type == "cuda":
+            self._decode.capture()
+
+    @property
+    def row_tiles(self) -> tuple[int, ...]:
+        return self._decode.sizes
+
+    def numeric_recipe(self) -> str:
+        name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "cpu"
+        return (
+            f"{_RECIPE} {'invariant' if self._invariant else 'fastest'} kv=bf16 device={name}"
+            f" torch={torch.__version__} triton={triton.__version__} bits={self._probe()}"
+        )
+
+    def forward(self, batch: Batch, *, every_row: bool) -> Tensor:
+        rows = batch.rows
+        news = self._rows.check(rows)
+        token_ids = [self._known(row) for row in rows]
+        lines, changes = self._rows.place(rows, news)
+        self._begin(rows)
+        if len(rows) <= self._decode.sizes[-1] and all(
+            len(row.token_ids) == 1 and not row.targets and (every_row or row.sampling is not None) for row in rows
+        ):
+            positions = [row.position for row in rows]
+            return self._decode.run([ids[0] for ids in token_ids], lines, positions, changes, self._tables)
+        return self._stack.forward(self._lay_out(rows, token_ids, lines, changes, every_row=every_row))
+
+    def draw(self, batch: Batch, logits: Tensor) -> Draw:
+        rows, places, start = [], [], 0
+        for row in batch.rows:
+            start += len(row.wanted())
+            if row.sampling is not None:
+                rows.append(row)
+                places.append(start - 1)
+        if len(rows) < len(logits):  # some rows score their tokens
+            logits = logits[torch.tensor(places, dtype=torch.int64, device=logits.device)]
+        padded = self._decode.padded
+        is_decode = padded is not None and padded.data_ptr() == logits.data_ptr()
+        return self._drawer.draw(rows, logits, padded if is_decode else None)
+
+    def read_block(self, block_id: int) -> bytes:
+        return self._cache.read_block(block_id)
+
+    def copy_block(self, block_id: int, place: memoryview) -> None:
+        self._cache.copy_block(block_id, place)
+
+    def write_block(self, block_id: int, payload: bytes | bytearray | memoryview) -> None:
+        self._cache.write_block(block_id, payload)
+
+    def read_window(self, slot: int, *, encoder_only: bool) -> bytes:  # noqa: ARG002 - there is nothing in either
+        return b""
+
+    def write_window(self, slot: int, payload: bytes | bytearray | memoryview) -> None:  # noqa: ARG002 - no slots
+        if payload:
+            raise ValueError(f"a window of this model has 0 bytes, the payload {len(payload)}")
+
+    def reset_window(self, slot: int) -> None:
+        """Nothing to forget."""
+
+    def _known(self, row: Row) -> Sequence[int]:
+        """The row's tokens, one to come named as `fill_tokens` wants it."""
+        if row.token_ids[-1] != PENDING:
+            return row.token_ids
+        place = self._drawer.place(row.sequence)
+        if place is None or len(row.token_ids) > 1:
+            raise BadBatch(f"sequence {row.sequence}: the step before samples no token for it")
+        return (-1 - place,)
+
+    def _begin(self, rows: Sequence[Row]) -> None:
+        """Zero blocks that get their first token and are not filled by this step: nobody reads what others left."""
+        size = self.layout.block_tokens
+        for row in rows:
+            end = row.position + len(row.token_ids)
+            last = (end - 1) // size
+            if end % size and last * size >= row.position:
+                self._cache.begin((row.block_table[last],))
+
+    def _lay_out(
+        self,
+        rows: Sequence[Row],
+        token_ids: Sequence[Sequence[int]],
+        lines: Sequence[int],
+        changes: NDArray[np.int32],
+        *,
+        every_row: bool,
+    ) -> Tokens:
+        counts = np.array([len(ids) for ids in token_ids])
+        starts = np.cumsum(counts) - counts
+        total = int(counts.sum())
+        told = np.zeros((4, total), np.int32)
+        told[0] = np.concatenate([np.asarray(ids, np.int32) for ids in token_ids])
+        told[1] = np.repeat(np.array(lines, np.int32), counts)
+        told[2] = np.arange(total) - np.repeat(starts - [row.position for row in rows], counts)
+        told[3, 0] = total
+        tiles = self._tiles(rows, lines, starts.tolist())
+        wanted = [
+            int(start) + at for row, start in zip(rows, starts, strict=True) for at in row.wanted(every_row=every_row)
+        ]
+        chosen = np.array(wanted, np.int64)
+        few = np.stack([told[1][chosen], chosen, np.ones_like(chosen), told[2][chosen]], 1).astype(np.int32)
+        told_, tiles_, wanted_, few_, changes_ = self._staging.send([told, tiles, chosen, few, changes])
+        update_tables(self._tables, changes_)
+        ids = torch.empty(total, dtype=torch.int64, device=self._device)
+        rows_, positions = torch.empty(2, total, dtype=torch.int32, device=self._device)
+        fill_tokens(told_, self._drawer.sampled, ids, rows_, positions)
+        has_few = len(wanted) <= len(tiles)
+        # Views of the staging buffer are overwritten by the next send, but only after this step has read them.
+        return Tokens(ids, rows_, positions, tiles_, 1, CHUNK, wanted_, few_ if has_few else None)
+
+    def _tiles(self, rows: Sequence[Row], lines: Sequence[int], starts: Sequence[int]) -> NDArray[np.int32]:
+        """[tiles, 4]; those with the most keys first, so that the last programs to run are short ones."""
+        most = tokens_per_tile(self._heads, CHUNK)
+        tiles = []
+        for row, line, start in zip(rows, lines, starts, strict=True):
+            count = len(row.token_ids)
+            offset = np.arange(0, count, most)
+            taken = np.minimum(most, count - offset)
+            tiles.append(np.stack([np.full(len(offset), line), start + offset, taken, row.position + offset], 1))
+        joined = np.concatenate(tiles).astype(np.int32)
+        return joined[np.argsort(-(joined[:, 3] + joined[:, 2]), kind="stable")]
+
+    def _probe(self) -> str:
+        """The bits this machine computes with these weights, for the recipe."""
+        tokens = min(_PROBE_TOKENS, self.layout.block_tokens - 1, self.info.max_position_tokens - 1)
+        ids = [(index * 7919 + 17) % self.info.vocab_size for index in range(tokens + 1)]
+        chunk = self.forward(Batch((Row(-1, ids[:-1], 0, (1,)),)), every_row=True).cpu()
+        single = self.forward(Batch((Row(-1, ids[-1:], tokens, (1,)),)), every_row=True).cpu()
+        self._cache.begin((1,))
+        return hashlib.sha256(chunk.numpy().tobytes() + single.numpy().tobytes()).hexdigest()[:16]
+
+
+class OpenedGpuDense:
+    """A Llama-family folder, for a GPU."""
+
+    window: WindowSpec | None = None
+
+    def __init__(
+        self,
+        model_dir: Path,
+        *,
+        block_tokens: int | None,
+        device: torch.device,
+        progress: Progress,
+        invariant: bool = True,
+        weights: Weights | None = None,
+    ) -> None:
+        """weights: the folder's own unless given.  Raises ModelNotSupported or BadWeights."""
+        self._path, self._device, self._progress, self._invariant = model_dir, device, progress, invariant
+        self._config = read_config(model_dir)
+        check_supported(self._config)
+        self.layout = KvLayout.dense(
+            num_layers=self._config.num_layers,
+            block_tokens=block_tokens or DEFAULT_BLOCK_TOKENS,
+            num_kv_heads=self._config.num_kv_heads,
+            head_dim=self._config.head_dim,
+            dtype="bf16",
+        )
+        self._weights = weights or open_weights(model_dir, progress)
+
+    def weights_digest(self) -> bytes:
+        return self._weights.digest()
+
+    def fitting_blocks(self) -> int:
+        return self.plan(None).num_blocks if self._device.type == "cuda" else 0
+
+    def plan(self, num_blocks: int | None) -> MemoryPlan:
+        """What of the device's free memory goes where.  num_blocks: None takes as many as fit.  Raises NoRoom."""
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return plan_memory(self._config, self.layout, free=free, num_blocks=num_blocks)
+
+    def build(self, *, num_blocks: int, num_windows: int) -> GpuDense:  # noqa: ARG002 - it has no windows
+        """Say how memory is used, or raise NoRoom before anything is loaded."""
+        if self._device.type == "cuda":
+            plan = self.plan(num_blocks)
+            self._progress(plan.describe(), 1, 1)
+        check_tensors(self._config, self._weights, self._path)
+        weights = load_weights(self._config, self._weights, self._device, self._progress)
+        return GpuDense(self._config, weights, self.layout, num_blocks, self._device, invariant=self._invariant)

@@ -1,0 +1,87 @@
+"""How is a decode step launched at once, whatever its batch? Captured at frozen sizes; rows left over are padding.
+
+Padding rows belong to table row 0: they read the null block, store nothing, and no other row looks at them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kernels.models.gpu.forward import Stack, Tokens
+from kernels.models.gpu.staging import Staging
+from kernels.ops.gpu_rope_cache import Heads
+from kernels.ops.gpu_step import fill_tokens, update_tables
+
+SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+_PROGRAMS = 264
+"""Two for each multiprocessor of an H200: with fewer, keys are shared among more programs."""
+_MOST_SPLITS = 32
+
+
+class DecodeGraphs:
+    """Decode steps of one model; `run` returns logits that stay until the next step."""
+
+    def __init__(self, stack: Stack, heads: Heads, sampled: Tensor, *, most_changes: int, device: torch.device) -> None:
+        """sampled: where tokens to come are found.  most_changes: of one table row."""
+        self.sizes = SIZES
+        self._stack = stack
+        self._kv_heads = heads.num_kv_heads
+        self._sampled = sampled
+        self._device = device
+        # Never grows, so the graphs' addresses stay: 16 bytes a row, 8 bytes a change.
+        self._staging = Staging(device, SIZES[-1] * (16 + 8 * most_changes) + 4096)
+        self._told = np.zeros((4, SIZES[-1]), np.int32)
+        (self._told_on_device,) = self._staging.send([self._told])
+        self.padded: Tensor | None = None
+        """The newest captured step's logits, those of padding rows included."""
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+
+    def capture(self) -> None:
+        """Record every size, largest first: smaller ones then live in its memory."""
+        pool = None
+        for size in reversed(self.sizes):
+            self._step(size)  # compiles kernels and makes the library's handles
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                logits = self._step(size)
+            pool = pool or graph.pool()
+            self._graphs[size] = graph, logits
+
+    def run(
+        self,
+        token_ids: Sequence[int],
+        lines: Sequence[int],
+        positions: Sequence[int],
+        changes: NDArray[np.int32],
+        tables: Tensor,
+    ) -> Tensor:
+        """One token per row.  token_ids: below 0 as `fill_tokens` takes them.  Returns [rows, vocab_size] fp32."""
+        rows = len(token_ids)
+        told = self._told
+        told[0, :rows], told[1, :rows], told[2, :rows], told[3, 0] = token_ids, lines, positions, rows
+        sent = self._staging.send([told, changes])
+        update_tables(tables, sent[1])
+        size = self.sizes[bisect_left(self.sizes, rows)]
+        captured = self._graphs.get(size)
+        if captured is None:
+            return self._step(size)[:rows]
+        graph, logits = captured
+        graph.replay()
+        self.padded = logits
+        return logits[:rows]
+
+    def _step(self, size: int) -> Tensor:
+        device = self._device
+        token_ids = torch.empty(size, dtype=torch.int64, device=device)
+        rows, positions = (torch.empty(size, dtype=torch.int32, device=device) for _ in range(2))
+        tiles = torch.empty(size, 4, dtype=torch.int32, device=device)
+        fill_tokens(self._told_on_device, self._sampled, token_ids, rows, positions, tiles)
+        splits = min(_MOST_SPLITS, -(-_PROGRAMS // (size * self._kv_heads)))
+        return self._stack.forward(Tokens(token_ids, rows, positions, tiles, splits))

@@ -1,0 +1,294 @@
+"""Which experts does each token go to, where do its rows stand among theirs, and how do their outputs come together?
+
+Everything stays on the device and nothing depends on chance: counts are sums of whole numbers, an expert's rows stand
+in the order of tokens, and a token's experts are added in the order of its slots.
+"""
+# mypy: disable-error-code="import-untyped, untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.ops.gpu_formats import bf16
+from kernels.ops.gpu_grouped import Groups
+from kernels.ops.gpu_launch import check, power_of_two, runs_kernels, tiles
+from kernels.ops.router import Routes
+from kernels.ops.router import route as route_twin
+
+CHUNK = 128
+"""Slots that one program counts."""
+
+
+def route(
+    logits: Tensor, bias: Tensor, image_bias: Tensor | None, is_image: Tensor | None, *, top_k: int, scaling: float
+) -> Routes:
+    """Choose by biased affinity, weigh by the affinity itself; of equal ones the lower expert first.
+
+    logits: [tokens, experts] fp32, contiguous.  bias, image_bias: [experts] fp32.  is_image: [tokens] bool; None =
+    none.  Experts come as int32.
+    """
+    tokens, experts = logits.shape
+    check(logits.dtype == torch.float32 and logits.is_contiguous(), "logits are fp32, end to end")
+    if not runs_kernels(logits):
+        biases = bias
+        if is_image is not None and image_bias is not None:
+            biases = torch.where(is_image.unsqueeze(1), image_bias, bias)
+        routes = route_twin(logits, biases, top_k=top_k, scaling=scaling)
+        return Routes(routes.experts.int(), routes.weights)
+    chosen = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
+    has_images = is_image is not None and image_bias is not None
+    _route_kernel[(tokens,)](
+        logits,
+        bias,
+        image_bias if has_images else bias,
+        is_image if has_images else bias,
+        chosen,
+        weights,
+        scaling,
+        EXPERTS=experts,
+        BLOCK=power_of_two(experts),
+        TOP=top_k,
+        SLOTS=power_of_two(top_k),
+        IMAGES=has_images,
+        num_warps=1,
+    )
+    return Routes(chosen, weights)
+
+
+def group(experts: Tensor, *, num_experts: int, first_expert: int = 0) -> Groups:
+    """Sort (token, slot) pairs by expert: sources are tokens, targets slots.
+
+    experts: [tokens, top_k] int32.  first_expert: of num_experts that are here; pairs of others, and padding (-1),
+    stand behind the last expert's end.
+    """
+    flat = experts.reshape(-1)
+    check(flat.dtype == torch.int32, "experts are int32")
+    top_k, slots = experts.shape[1], len(flat)
+    if not runs_kernels(experts):
+        local = flat.long() - first_expert
+        local = torch.where((local >= 0) & (local < num_experts), local, num_experts)
+        order = torch.sort(local, stable=True).indices.int()
+        counts = torch.bincount(local, minlength=num_experts + 1)[:num_experts]
+        return Groups(counts.cumsum(0).int(), order // top_k, order)
+    device, block = experts.device, power_of_two(num_experts + 1)
+    chunks = tiles(slots, CHUNK)
+    counts = torch.empty(chunks, block, dtype=torch.int32, device=device)
+    ranks, order, sources = (torch.empty(slots, dtype=torch.int32, device=device) for _ in range(3))
+    ends = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
+    _count_kernel[(chunks,)](
+        flat, ranks, counts, slots, first_expert, EXPERTS=num_experts, BLOCK=block, SLOTS=CHUNK, num_warps=8
+    )
+    _prefix_kernel[(1,)](
+        counts, ends, chunks, EXPERTS=num_experts, BLOCK=block, STEP=max(min(8192 // block, 64), 1), num_warps=8
+    )
+    _place_kernel[(chunks,)](
+        flat,
+        ranks,
+        counts,
+        ends,
+        order,
+        sources,
+        slots,
+        first_expert,
+        EXPERTS=num_experts,
+        BLOCK=block,
+        SLOTS=CHUNK,
+        TOP=top_k,
+        num_warps=4,
+    )
+    return Groups(ends[:num_experts], sources, order)
+
+
+def combine(by_slot: Tensor, shared: Tensor | None, experts: Tensor | None = None, *, top_k: int) -> Tensor:
+    """A token's experts added in the order of its slots, then the shared expert.
+
+    by_slot: [tokens * top_k, hidden] bf16.  shared: [tokens, hidden] bf16, or None.  experts: [tokens, top_k] int32;
+    slots below 0 have no row.  Returns [tokens, hidden] bf16.
+    """
+    tokens, hidden = len(by_slot) // top_k, by_slot.shape[1]
+    check(by_slot.dtype == torch.bfloat16 and by_slot.is_contiguous(), "rows are bf16, end to end")
+    if not runs_kernels(by_slot):
+        slots = by_slot.float().view(tokens, top_k, hidden)
+        if experts is not None:
+            slots = slots.masked_fill((experts < 0)[:, :, None], 0.0)
+        total = slots[:, 0].clone()
+        for slot in range(1, top_k):
+            total.add_(slots[:, slot])
+        return (total if shared is None else total.add_(shared.float())).bfloat16()
+    out = torch.empty(tokens, hidden, dtype=torch.bfloat16, device=by_slot.device)
+    block = min(power_of_two(hidden), 1024)
+    _combine_kernel[(tokens, tiles(hidden, block))](
+        by_slot,
+        by_slot if shared is None else shared,
+        out,
+        out if experts is None else experts,
+        HIDDEN=hidden,
+        TOP=top_k,
+        SHARED=shared is not None,
+        MASKED=experts is not None,
+        BLOCK=block,
+        num_warps=4,
+    )
+    return out
+
+
+@triton.jit
+def _route_kernel(
+    logits: tl.tensor,
+    bias: tl.tensor,
+    image_bias: tl.tensor,
+    is_image: tl.tensor,
+    chosen: tl.tensor,
+    weights: tl.tensor,
+    scaling: tl.tensor,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOP: tl.constexpr,
+    SLOTS: tl.constexpr,
+    IMAGES: tl.constexpr,
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, BLOCK)
+    known = expert < EXPERTS
+    x = tl.load(logits + token * EXPERTS + expert, mask=known, other=0.0)
+    # softplus as its twin computes it: log(1 + u) = 2 atanh(u / (u + 2)), a series of nine terms.
+    small = tl.exp(-tl.abs(x))
+    z = tl.div_rn(small, small + 2.0)
+    square = z * z
+    series = square * (1.0 / 17) + 1.0 / 15
+    series = series * square + 1.0 / 13
+    series = series * square + 1.0 / 11
+    series = series * square + 1.0 / 9
+    series = series * square + 1.0 / 7
+    series = series * square + 1.0 / 5
+    series = series * square + 1.0 / 3
+    series = series * square + 1.0
+    affinity = tl.sqrt_rn(series * z * 2.0 + tl.maximum(x, 0.0))
+    added = tl.load(bias + expert, mask=known, other=0.0)
+    if IMAGES:  # noqa: SIM102 - the choice at compile time is one statement, the loaded one another
+        if tl.load(is_image + token):
+            added = tl.load(image_bias + expert, mask=known, other=0.0)
+    biased = tl.where(known, affinity + added, float("-inf"))
+    slot = tl.arange(0, SLOTS)
+    experts, own = tl.zeros((SLOTS,), tl.int32), tl.zeros((SLOTS,), tl.float32)
+    total = 0.0
+    for turn in tl.static_range(TOP):
+        best = tl.argmax(biased, axis=0, tie_break_left=True)
+        taken = tl.sum(tl.where(expert == best, affinity, 0.0), axis=0)
+        experts = tl.where(slot == turn, best, experts)
+        own = tl.where(slot == turn, taken, own)
+        total += taken
+        biased = tl.where(expert == best, float("-inf"), biased)
+    tl.store(chosen + token * TOP + slot, experts, mask=slot < TOP)
+    shares = tl.div_rn(own, tl.zeros((SLOTS,), tl.float32) + (total + 1e-20))
+    tl.store(weights + token * TOP + slot, shares * scaling, mask=slot < TOP)
+
+
+@triton.jit
+def _local(flat: tl.tensor, slot: tl.tensor, slots: tl.tensor, first: tl.tensor, EXPERTS: tl.constexpr) -> tl.tensor:
+    expert = tl.load(flat + slot, mask=slot < slots, other=-1) - first
+    return tl.where((expert >= 0) & (expert < EXPERTS), expert, EXPERTS)
+
+
+@triton.jit
+def _count_kernel(
+    flat: tl.tensor,
+    ranks: tl.tensor,
+    counts: tl.tensor,
+    slots: tl.tensor,
+    first: tl.tensor,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr,
+) -> None:
+    chunk = tl.program_id(0)
+    slot = chunk * SLOTS + tl.arange(0, SLOTS)
+    local = _local(flat, slot, slots, first, EXPERTS)
+    is_real = slot < slots
+    # A slot's rank is how many slots of its expert stand before it in the chunk.
+    step = tl.arange(0, SLOTS)
+    same = (local[:, None] == local[None, :]) & (step[None, :] < step[:, None]) & is_real[None, :]
+    tl.store(ranks + slot, tl.sum(same.to(tl.int32), axis=1), mask=is_real)
+    index = tl.arange(0, BLOCK)
+    hits = (local[:, None] == index[None, :]) & is_real[:, None]
+    tl.store(counts + chunk * BLOCK + index, tl.sum(hits.to(tl.int32), axis=0))
+
+
+@triton.jit
+def _prefix_kernel(
+    counts: tl.tensor,
+    ends: tl.tensor,
+    chunks: tl.tensor,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+) -> None:
+    """Counts become how many slots of an expert stand in earlier chunks."""
+    index = tl.arange(0, BLOCK)
+    step = tl.arange(0, STEP)
+    total = tl.zeros((BLOCK,), tl.int32)
+    for first in range(0, chunks, STEP):
+        place = (first + step)[:, None] * BLOCK + index[None, :]
+        mine = (first + step < chunks)[:, None]
+        own = tl.load(counts + place, mask=mine, other=0)
+        before = tl.cumsum(own, axis=0) - own + total[None, :]
+        tl.store(counts + place, before, mask=mine)
+        total += tl.sum(own, axis=0)
+    tl.store(ends + index, tl.cumsum(total, axis=0), mask=index <= EXPERTS)
+
+
+@triton.jit
+def _place_kernel(
+    flat: tl.tensor,
+    ranks: tl.tensor,
+    counts: tl.tensor,
+    ends: tl.tensor,
+    order: tl.tensor,
+    sources: tl.tensor,
+    slots: tl.tensor,
+    first: tl.tensor,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    TOP: tl.constexpr,
+) -> None:
+    chunk = tl.program_id(0)
+    slot = chunk * SLOTS + tl.arange(0, SLOTS)
+    is_real = slot < slots
+    local = _local(flat, slot, slots, first, EXPERTS)
+    place = tl.load(ranks + slot, mask=is_real, other=0) + tl.load(
+        counts + chunk * BLOCK + local, mask=is_real, other=0
+    )
+    place += tl.load(ends + local - 1, mask=is_real & (local > 0), other=0)
+    tl.store(order + place, slot, mask=is_real)
+    tl.store(sources + place, slot // TOP, mask=is_real)
+
+
+@triton.jit
+def _combine_kernel(
+    by_slot: tl.tensor,
+    shared: tl.tensor,
+    out: tl.tensor,
+    experts: tl.tensor,
+    HIDDEN: tl.constexpr,
+    TOP: tl.constexpr,
+    SHARED: tl.constexpr,
+    MASKED: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mine = column < HIDDEN
+    total = tl.zeros((BLOCK,), tl.float32)
+    for slot in tl.static_range(TOP):
+        is_here = mine
+        if MASKED:
+            is_here = mine & (tl.load(experts + token * TOP + slot) >= 0)
+        total += tl.load(by_slot + (token * TOP + slot) * HIDDEN + column, mask=is_here, other=0.0).to(tl.float32)
+    if SHARED:
+        total += tl.load(shared + token * HIDDEN + column, mask=mine, other=0.0).to(tl.float32)
+    tl.store(out + token * HIDDEN + column, bf16(total).to(tl.bfloat16), mask=mine)
