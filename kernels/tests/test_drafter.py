@@ -216,7 +216,9 @@ def mates(rig: Rig) -> list[DraftRow]:
     return rows
 
 
-@pytest.mark.parametrize("numerics", [KVQ, QUANT], ids=lambda numerics: numerics.name)
+@pytest.mark.parametrize(
+    "numerics", [KVQ, pytest.param(QUANT, marks=pytest.mark.slow)], ids=lambda numerics: numerics.name
+)
 def test_batch_mates_change_nothing(numerics: Numerics) -> None:
     """Alone, together and in another order a sequence gets the same drafts and confidences, in every bit."""
     rig = make_rig(numerics)

@@ -66,6 +66,7 @@ def test_attention_leaves_the_golden_streams(layer: int, numerics: Numerics, tol
         assert difference <= tolerance, name
 
 
+@pytest.mark.slow
 def test_the_moe_hands_over_to_the_next_layer() -> None:
     """From the middle streams and the MoE's output follow the next layer's streams and its weights."""
     streams, output = golden("n48.exact.layers.1.stream_mid"), golden("n48.exact.layers.1.ffn_out")

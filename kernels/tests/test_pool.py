@@ -202,5 +202,5 @@ class AnyHistory(RuleBasedStateMachine):
 
 TestAnyHistory = AnyHistory.TestCase
 TestAnyHistory.settings = settings(
-    max_examples=100, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=50, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

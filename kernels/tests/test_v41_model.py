@@ -16,7 +16,7 @@ from kernels.models.config import ModelNotSupported
 from kernels.tests.golden_files import golden, golden_json, golden_names, tiny_v41
 from kernels.tests.v41_rig import Watcher, all_logits, model_of, row_of, run, start
 
-PROMPTS = ("n17", "n48", *(pytest.param(name, marks=pytest.mark.slow) for name in ("n1", "n5", "n15", "n200")))
+PROMPTS = ("n17", *(pytest.param(name, marks=pytest.mark.slow) for name in ("n1", "n5", "n15", "n48", "n200")))
 LAYERS = (0, 1, 2, 4, 6, 8, 11)
 FORCED = ("stream_in", "pre_in", "stream_mid", "pre_mid")
 
@@ -74,6 +74,7 @@ def test_intermediates_equal_the_reference() -> None:
     assert (golden("features.exact.n48") - watch.seen["features"]).abs().max() < 1e-4
 
 
+@pytest.mark.slow
 def test_layers_equal_the_reference_in_production_numerics_one_by_one() -> None:
     """Each layer on the reference's own streams, since flips add up end to end. Rows that chose alike are compared."""
     watch = forward_n48("quant")

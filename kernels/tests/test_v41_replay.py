@@ -66,6 +66,7 @@ def test_what_decoder_replay_hides_is_not_stored_either() -> None:
     assert kept == caches("kvq", size)
 
 
+@pytest.mark.slow
 def test_images_stay_images_where_others_skip_the_decoder() -> None:
     """Beside batch mates, in chunks: `mask` is the oracle of `compact` for prompts with images too."""
     rows = [index % 7 / 7 - 0.5 for index in range(5 * 128)]
@@ -83,6 +84,7 @@ def test_images_stay_images_where_others_skip_the_decoder() -> None:
     assert kept == (caches("kvq", 48), caches("kvq", 40, 2))
 
 
+@pytest.mark.slow
 def test_decoder_layers_see_no_window_below_where_it_begins() -> None:
     """Whatever decoder replay keeps: an empty ring's zeros are not keys."""
     prefill("kvq", IDS[:64])
@@ -112,6 +114,7 @@ def test_half_an_entry_is_not_written() -> None:
     assert found[record] == model.read_block(block)[record]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("numerics", "most"), MODES)
 def test_hits_equal_the_reference(numerics, most) -> None:
     """90 tokens of which 80 were found: with a window state, without one, and rewriting or keeping the block before."""

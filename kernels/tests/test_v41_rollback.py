@@ -60,6 +60,7 @@ def test_any_depth_up_to_six_leaves_no_trace(depth, position) -> None:
     assert torch.equal(*continued)
 
 
+@pytest.mark.slow
 def test_a_prompts_own_tokens_can_be_taken_back() -> None:
     """All six of a prompt computed whole: its rings keep the keys from before them, which nobody else wrote."""
     expected = prefill("kvq", IDS[:48], sequence=2)
@@ -79,6 +80,7 @@ def test_seven_tokens_cannot_be_taken_back() -> None:
     run("kvq", row_of(IDS, 34, 41))
 
 
+@pytest.mark.slow
 def test_depth_counts_from_the_newest_token_ever_seen() -> None:
     """Going back twice does not go back further: what the rejected tokens overwrote is gone."""
     prefill("kvq", IDS[:40])

@@ -148,7 +148,7 @@ class V41Cache:
         return self._blocks[block_id].cpu().numpy().tobytes()
 
     def copy_block(self, block_id: int, place: memoryview) -> None:
-        """Copy the block to writable host memory, with nothing in between; ValueError unless it has the block's size."""
+        """Copy the block to writable host memory; ValueError unless that has the block's size."""
         self._check_block(block_id)
         if len(place) != self.layout.block_bytes:
             raise ValueError(f"a block has {self.layout.block_bytes} bytes, the place {len(place)}")
