@@ -9,8 +9,12 @@ import sys
 PARTS = {
     "engine": "the engine alone: prefill and decode speed beside a plain torch loop in the same run",
     "service": "all eight services over HTTP: throughput beside the engine alone, added latency, idle memory",
+    "recipe": "the recipe alone: streamed tokens per core, a chat's CPU, long prompts beside a stream, idle memory",
     "v41": "DeepSeek-V4.1 on this CPU: tokens/s, bytes moved by a decode step beside the formats', replay beside none",
-    "kvstore": "the KV store: segments beside plain files, lookups beside an empty RPC",
+    "kvstore": "the KV store: segments beside fio, lookups beside an empty RPC",
+    "kv_traces": "the KV store on published traces: hit rate by capacity and by life beside an endless cache",
+    "handoff": "KV from prefill to decode: shared memory beside memcpy, gRPC beside a blocking socket",
+    "warm": "first token of a long prompt that the KV store has beside one that it has not, through all services",
 }
 
 

@@ -1,25 +1,28 @@
-"""How fast is the KV store beside plain files and an empty RPC? `python -m bench.kvstore`, at most about 30 s.
+"""How fast is the KV store beside the disk it is on and an empty RPC? `python -m bench.kvstore`, about a minute.
 
-Every figure is printed with its yardstick from the same run. Reads are cold as far as the kernel obeys: the page cache
-is told to forget the files first. The gRPC rows use a real `python -m services.kvstore` process on loopback.
+Every figure is printed with its yardstick from the same run: fio at the same block size and queue depth, past the page
+cache like the store itself (apt-get install fio). The gRPC rows use a real `python -m services.kvstore` on loopback.
 """
 
 import asyncio
 import json
 import os
-import platform
+import shutil
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import zlib
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from isal.isal_zlib import crc32
+
+from bench.disk import MEBIBYTE, fio_rate
+from bench.machine import describe
 from proto.kvstore_pb2 import BlockChunk, GetStatsRequest, LookupRequest, ReadRequest
 from proto.kvstore_pb2_grpc import KvstoreStub
 from services.chassis.channel import MAX_CHUNK_BYTES, open_channel
@@ -34,10 +37,13 @@ if TYPE_CHECKING:
 BLOCK_BYTES = 30 * 2 * 128 * 3 * 64 * 2  # SmolLM2-135M in bf16: layers, K and V, tokens, heads, width, bytes
 NUM_BLOCKS = 48
 ROUNDS = 3
+TOTAL_BYTES = 384 << 20
+DEPTH = 4
+"""Blocks under way at once, here and in fio."""
+PLACE = "/var/tmp"
 LOOKUP_KEYS = 400
 INDEXED_BLOCKS = 10_000
 FINGERPRINT = b"f" * 32
-MEBIBYTE = 1 << 20
 
 
 def main() -> None:
@@ -46,28 +52,40 @@ def main() -> None:
 
 
 async def _run() -> None:
-    blocks = _make_blocks()
-    with tempfile.TemporaryDirectory(prefix="fathom-bench-kv-") as folder:
-        await _bytes_in_process(Path(folder), blocks)
-    with tempfile.TemporaryDirectory(prefix="fathom-bench-kv-") as folder:
+    for block_bytes in (1 * MEBIBYTE, 4 * MEBIBYTE):
+        with tempfile.TemporaryDirectory(prefix="fathom-bench-kv-", dir=PLACE) as folder:
+            await _bytes_in_process(Path(folder), block_bytes)
+    blocks = _make_blocks(NUM_BLOCKS, BLOCK_BYTES)
+    with tempfile.TemporaryDirectory(prefix="fathom-bench-kv-", dir=PLACE) as folder:
         await _over_grpc(Path(folder), blocks)
-    with tempfile.TemporaryDirectory(prefix="fathom-bench-kv-") as folder:
+    with tempfile.TemporaryDirectory(prefix="fathom-bench-kv-", dir=PLACE) as folder:
         await _lookup_and_start(Path(folder))
 
 
-async def _bytes_in_process(folder: Path, blocks: list[Block]) -> None:
-    seconds: dict[str, list[float]] = {"write": [], "plain_write": [], "read": [], "plain_read": []}
+async def _bytes_in_process(folder: Path, block_bytes: int) -> None:
+    """Write and read with DEPTH blocks under way; fio before and after each, for shared disks change their mind."""
+    blocks = _make_blocks(TOTAL_BYTES // block_bytes, block_bytes)
+    rates: dict[str, list[float]] = {"write": [], "read": []}
+    yardsticks: dict[str, list[float]] = {"write": [], "read": []}
     for round_number in range(ROUNDS):
-        plain = folder / f"plain{round_number}"
-        seconds["plain_write"].append(_timed(partial(_plain_write, plain, blocks)))
-        store = await Store.open(folder / f"store{round_number}", max_bytes=1 << 30, segment_bytes=256 * MEBIBYTE)
-        seconds["write"].append(await _timed_async(partial(_store_write, store, blocks)))
-        _forget_all(folder)
-        seconds["plain_read"].append(_timed(partial(_plain_read, plain)))
-        seconds["read"].append(await _timed_async(partial(_store_read, store, blocks)))
+        store = await Store.open(folder / f"store{round_number}", max_bytes=4 << 30, segment_bytes=256 * MEBIBYTE)
+        for direction, work in (("write", _store_write), ("read", _store_read)):
+            rate = fio_rate(folder, direction, block_bytes=block_bytes, depth=DEPTH, total_bytes=TOTAL_BYTES)
+            yardsticks[direction] += [] if rate is None else [rate]
+            seconds = await _timed_async(partial(work, store, blocks))
+            rates[direction].append(len(blocks) * block_bytes / MEBIBYTE / seconds)
         await store.close()
-    for what in ("write", "read"):
-        _print_rate(f"kvstore_{what}", seconds[what], f"plain file {what}", seconds[f"plain_{what}"])
+        shutil.rmtree(folder / f"store{round_number}")
+    checksum = len(blocks) * block_bytes / MEBIBYTE / _timed(lambda: [crc32(block.payload) for block in blocks])
+    for direction, rate in ((name, statistics.median(found)) for name, found in rates.items()):
+        fields: dict[str, object] = {"mebibytes_per_second": rate}
+        if yardsticks[direction]:
+            plain = statistics.median(yardsticks[direction])
+            ratios = [mine / theirs for mine, theirs in zip(rates[direction], yardsticks[direction], strict=True)]
+            fields |= {"fio_mebibytes_per_second": plain, "ratio": statistics.median(ratios)}
+        if direction == "read":
+            fields |= {"checksum_share": rate / checksum}
+        _print(name=f"kvstore_{direction}_{block_bytes >> 20}mib", depth=DEPTH, **fields)
 
 
 async def _over_grpc(folder: Path, blocks: list[Block]) -> None:
@@ -78,7 +96,6 @@ async def _over_grpc(folder: Path, blocks: list[Block]) -> None:
             await _until_ready(stub)
             idle_mebibytes = _rss_bytes(server.pid) / MEBIBYTE
             write = await _timed_async(lambda: stub.Write(_chunks(blocks), timeout=30))
-            _forget_all(folder)
             request = ReadRequest(block_keys=[block.key for block in blocks], fingerprint=FINGERPRINT)
             read = await _timed_async(lambda: _drain(stub, request))
             total = NUM_BLOCKS * BLOCK_BYTES / MEBIBYTE
@@ -107,7 +124,7 @@ async def _over_grpc(folder: Path, blocks: list[Block]) -> None:
 async def _lookup_and_start(folder: Path) -> None:
     store = await Store.open(folder, max_bytes=1 << 30, segment_bytes=256 * MEBIBYTE)
     payload = bytes(64)
-    small = [Block(n.to_bytes(32, "big"), FINGERPRINT, payload, zlib.crc32(payload)) for n in range(INDEXED_BLOCKS)]
+    small = [Block(n.to_bytes(32, "big"), FINGERPRINT, payload, crc32(payload)) for n in range(INDEXED_BLOCKS)]
     for start in range(0, INDEXED_BLOCKS, 2000):
         await asyncio.gather(*(store.write(block) for block in small[start : start + 2000]))
     keys = [block.key for block in small[:LOOKUP_KEYS]]
@@ -120,29 +137,24 @@ async def _lookup_and_start(folder: Path) -> None:
     await store.close()
 
 
-def _make_blocks() -> list[Block]:
-    payloads = [os.urandom(BLOCK_BYTES) for _ in range(NUM_BLOCKS)]
-    return [Block(n.to_bytes(32, "big"), FINGERPRINT, data, zlib.crc32(data)) for n, data in enumerate(payloads)]
-
-
-def _plain_write(path: Path, blocks: list[Block]) -> None:
-    with path.open("wb", buffering=0) as file:
-        for block in blocks:
-            file.write(block.payload)
-        os.fdatasync(file.fileno())
-
-
-def _plain_read(path: Path) -> None:
-    with path.open("rb", buffering=0) as file:
-        while file.read(BLOCK_BYTES):
-            pass
+def _make_blocks(num_blocks: int, block_bytes: int) -> list[Block]:
+    payloads = [os.urandom(block_bytes) for _ in range(num_blocks)]
+    return [Block(n.to_bytes(32, "big"), FINGERPRINT, data, crc32(data)) for n, data in enumerate(payloads)]
 
 
 async def _store_write(store: Store, blocks: list[Block]) -> None:
-    await asyncio.gather(*(store.write(block) for block in blocks))
+    """As a busy writer does: 64 MiB wait at most, and the next comes as soon as one is durable."""
+    room = asyncio.Semaphore(max(DEPTH, (64 << 20) // len(blocks[0].payload)))
+
+    async def write(block: Block) -> None:
+        async with room:
+            await store.write(block)
+
+    await asyncio.gather(*(write(block) for block in blocks))
 
 
 async def _store_read(store: Store, blocks: list[Block]) -> None:
+    """One reader, as a prefix hit is: the store itself keeps reads under way."""
     count = 0
     async for _ in store.read(FINGERPRINT, [block.key for block in blocks]):
         count += 1
@@ -189,14 +201,6 @@ async def _until_ready(stub: "KvstoreAsyncStub") -> None:
     raise TimeoutError("the kvstore process did not become ready")
 
 
-def _forget_all(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fdatasync(file.fileno())
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
 def _rss_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -213,21 +217,9 @@ async def _timed_async(work: Callable[[], Awaitable[object]]) -> float:
     return time.perf_counter() - started
 
 
-def _print_rate(name: str, seconds: list[float], yardstick: str, yardstick_seconds: list[float]) -> None:
-    mine, plain = statistics.median(seconds), statistics.median(yardstick_seconds)
-    total = NUM_BLOCKS * BLOCK_BYTES / MEBIBYTE
-    _print(
-        name=name,
-        mebibytes_per_second=total / mine,
-        yardstick=yardstick,
-        yardstick_mebibytes_per_second=total / plain,
-        ratio=plain / mine,
-    )
-
-
 def _print(**fields: object) -> None:
     rounded = {key: round(value, 3) if isinstance(value, float) else value for key, value in fields.items()}
-    print(json.dumps({**rounded, "machine": f"{platform.machine()}, {os.cpu_count()} cores"}), flush=True)
+    print(json.dumps({**rounded, "machine": describe()}), flush=True)
 
 
 if __name__ == "__main__":

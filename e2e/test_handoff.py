@@ -14,10 +14,13 @@ from kernels.generate import GenerateRequest, Generator
 from proto.common_pb2 import SamplingParams
 from proto.kvstore_pb2_grpc import add_KvstoreServicer_to_server
 from services.chassis.channel import open_channel
+from services.chassis.kvstore_client import Stores
+from services.chassis.local_reads import LocalReads
 from services.chassis.testing import serve
 from services.decode.sampling import sampling_params
 from services.decode.tests.rig import BLOCK, BOOT, collect, decode_replica, request, tokens_of
 from services.decode.tests.tiny_model import write_tiny_model
+from services.kvstore.local_reads import LocalReads as LocalSocket
 from services.kvstore.server import Servicer as Kvstore
 from services.kvstore.store import Store
 from services.prefill.tests.rig import prefill_replica
@@ -129,18 +132,26 @@ async def test_same_tokens_after_preemption(folder, tmp_path, alone):
         assert whole.decode.replica.engine.load.num_preemptions > 0
 
 
-async def test_same_tokens_from_the_kv_store(folder, tmp_path, alone):
-    """The next turn hits prompt and answer of the one before, on replicas that never saw it; counts are exact."""
+@pytest.mark.parametrize("way", ["files", "grpc"])
+async def test_same_tokens_from_the_kv_store(folder, tmp_path, alone, way):
+    """The next turn hits prompt and answer of the one before, on replicas that never saw it; counts are exact.
+
+    Whether the store sends the blocks or lets its files be read.
+    """
     store = await Store.open(tmp_path / "kv", max_bytes=64 << 20, segment_bytes=4 << 20)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(store.close)
+        socket = LocalSocket.start(store, tmp_path / "kv", boot_id="kv") if way == "files" else None
+        if socket is not None:
+            stack.push_async_callback(socket.close)
         address = await stack.enter_async_context(
-            serve(lambda server: add_KvstoreServicer_to_server(Kvstore(store), server))
+            serve(lambda server: add_KvstoreServicer_to_server(Kvstore(store, socket), server))
         )
         channel = open_channel(address, peer="kvstore")
         stack.push_async_callback(channel.close)
         first = request("turn", 3 * BLOCK + 5, max_tokens=2 * BLOCK)
-        options = {"prefill": {"kvstore": channel}, "decode": {"kvstore": channel}}
+        stores = Stores({"kvstore": channel}, {"kvstore": LocalReads(channel)})
+        options = {"prefill": {"kvstore": stores}, "decode": {"kvstore": stores}}
         async with pair(folder, tmp_path, **options) as whole:
             writing = asyncio.create_task(whole.decode.writer.run())
             answer = await whole.answer(first)
@@ -156,6 +167,7 @@ async def test_same_tokens_from_the_kv_store(folder, tmp_path, alone):
         async with pair(folder, tmp_path, **options) as whole:
             assert alone(second) == await whole.answer(second, hit_tokens=stored)
             assert {"next": stored} == whole.cached_tokens
+            assert (way == "files") == bool(store.counts.local_opens)
 
 
 async def test_a_one_token_answer_never_meets_decode(folder, alone):

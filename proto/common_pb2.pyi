@@ -498,6 +498,7 @@ class TokenEvent(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request it happened to."""
     finish_reason: Global___FinishReason.ValueType
@@ -518,6 +519,10 @@ class TokenEvent(_message.Message):
     def usage(self) -> Global___Usage:
         """Set on the first and on the last event."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PositionLogprobs]:
+        """On the first event, when num_prompt_logprobs was set: one per prompt token from the second on."""
+
     def __init__(
         self,
         *,
@@ -527,10 +532,11 @@ class TokenEvent(_message.Message):
         finish_reason: Global___FinishReason.ValueType = ...,
         error: Global___StreamError | None = ...,
         usage: Global___Usage | None = ...,
+        prompt_logprobs: _abc.Iterable[Global___PositionLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "_usage", b"_usage", "error", b"error", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "_usage", b"_usage", "error", b"error", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "request_id", b"request_id", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "_usage", b"_usage", "error", b"error", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__error: _TypeAlias = _typing.Literal["error"]  # noqa: Y015
     _WhichOneofArgType__error: _TypeAlias = _typing.Literal["_error", b"_error"]  # noqa: Y015

@@ -138,12 +138,15 @@ class ReserveReply(_message.Message):
     TICKET_FIELD_NUMBER: _builtins.int
     PRESENT_BLOCKS_FIELD_NUMBER: _builtins.int
     SHM_PATH_FIELD_NUMBER: _builtins.int
+    SOCKET_NAME_FIELD_NUMBER: _builtins.int
     present_blocks: _builtins.int
     """Leading blocks that are already here and must not be sent. Unit: blocks."""
     shm_path: _builtins.str
     """Shared-memory file to fill, if the replica offers one: the ticket's nonce, the missing blocks, the window state.
     Empty: use Push.
     """
+    socket_name: _builtins.str
+    """Abstract unix socket of the same replica, for Push from peers that share its network but no memory. Empty: none."""
     @_builtins.property
     def ticket(self) -> _common_pb2.Ticket:
         """Names the room in Push, Commit and Abort."""
@@ -154,14 +157,39 @@ class ReserveReply(_message.Message):
         ticket: _common_pb2.Ticket | None = ...,
         present_blocks: _builtins.int = ...,
         shm_path: _builtins.str = ...,
+        socket_name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["present_blocks", b"present_blocks", "shm_path", b"shm_path", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["present_blocks", b"present_blocks", "shm_path", b"shm_path", "socket_name", b"socket_name", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReserveReply: _TypeAlias = ReserveReply  # noqa: Y015
+
+@_typing.final
+class HoldReply(_message.Message):
+    """To the holder of a reservation, twice a second once there is room; three seconds of silence mean that decode is lost."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESERVED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def reserved(self) -> Global___ReserveReply:
+        """On the first message, and only there."""
+
+    def __init__(
+        self,
+        *,
+        reserved: Global___ReserveReply | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["reserved", b"reserved"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reserved", b"reserved"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HoldReply: _TypeAlias = HoldReply  # noqa: Y015
 
 @_typing.final
 class PushChunk(_message.Message):

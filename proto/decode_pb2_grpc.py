@@ -80,7 +80,7 @@ class DecodeServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Reserve(self, request, context):
-        """Handoff, control: makes room for one sequence's KV and names it with a ticket.
+        """Handoff, control: makes room that nobody holds; only its expiry, an Abort or a Commit ends it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -311,6 +311,83 @@ class Decode:
             '/fathom.v1.Decode/GetLoad',
             proto_dot_decode__pb2.GetDecodeLoadRequest.SerializeToString,
             proto_dot_decode__pb2.DecodeLoad.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class IntakeStub:
+    """Reservations that somebody holds. A service of its own, so that a mesh can let prefill replicas in and nobody else.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Hold = channel.unary_stream(
+                '/fathom.v1.Intake/Hold',
+                request_serializer=proto_dot_decode__pb2.ReserveRequest.SerializeToString,
+                response_deserializer=proto_dot_decode__pb2.HoldReply.FromString,
+                _registered_method=True)
+
+
+class IntakeServicer:
+    """Reservations that somebody holds. A service of its own, so that a mesh can let prefill replicas in and nobody else.
+    """
+
+    def Hold(self, request, context):
+        """Makes room for one sequence's KV and keeps it for as long as the call lives. Each side hears at once when the other
+        one goes: the call ends without an error after the commit, and with one when the room is lost.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_IntakeServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Hold': grpc.unary_stream_rpc_method_handler(
+                    servicer.Hold,
+                    request_deserializer=proto_dot_decode__pb2.ReserveRequest.FromString,
+                    response_serializer=proto_dot_decode__pb2.HoldReply.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'fathom.v1.Intake', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('fathom.v1.Intake', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Intake:
+    """Reservations that somebody holds. A service of its own, so that a mesh can let prefill replicas in and nobody else.
+    """
+
+    @staticmethod
+    def Hold(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/fathom.v1.Intake/Hold',
+            proto_dot_decode__pb2.ReserveRequest.SerializeToString,
+            proto_dot_decode__pb2.HoldReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,7 +37,7 @@ class DecodeStub:
     Run: _grpc.StreamStreamMultiCallable[_decode_pb2.DecodeCommand, _common_pb2.TokenFrame]
     """One long stream per entrypoint carries all its requests on this replica."""
     Reserve: _grpc.UnaryUnaryMultiCallable[_decode_pb2.ReserveRequest, _decode_pb2.ReserveReply]
-    """Handoff, control: makes room for one sequence's KV and names it with a ticket."""
+    """Handoff, control: makes room that nobody holds; only its expiry, an Abort or a Commit ends it."""
     Push: _grpc.StreamUnaryMultiCallable[_decode_pb2.PushChunk, _decode_pb2.PushReply]
     """Handoff, bytes: blocks over gRPC, for peers that share no memory with this replica."""
     Commit: _grpc.UnaryUnaryMultiCallable[_decode_pb2.CommitRequest, _decode_pb2.CommitReply]
@@ -55,7 +55,7 @@ class DecodeAsyncStub(DecodeStub):
     Run: _aio.StreamStreamMultiCallable[_decode_pb2.DecodeCommand, _common_pb2.TokenFrame]  # type: ignore[assignment]
     """One long stream per entrypoint carries all its requests on this replica."""
     Reserve: _aio.UnaryUnaryMultiCallable[_decode_pb2.ReserveRequest, _decode_pb2.ReserveReply]  # type: ignore[assignment]
-    """Handoff, control: makes room for one sequence's KV and names it with a ticket."""
+    """Handoff, control: makes room that nobody holds; only its expiry, an Abort or a Commit ends it."""
     Push: _aio.StreamUnaryMultiCallable[_decode_pb2.PushChunk, _decode_pb2.PushReply]  # type: ignore[assignment]
     """Handoff, bytes: blocks over gRPC, for peers that share no memory with this replica."""
     Commit: _aio.UnaryUnaryMultiCallable[_decode_pb2.CommitRequest, _decode_pb2.CommitReply]  # type: ignore[assignment]
@@ -82,7 +82,7 @@ class DecodeServicer(metaclass=_abc_1.ABCMeta):
         request: _decode_pb2.ReserveRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_decode_pb2.ReserveReply, _abc.Awaitable[_decode_pb2.ReserveReply]]:
-        """Handoff, control: makes room for one sequence's KV and names it with a ticket."""
+        """Handoff, control: makes room that nobody holds; only its expiry, an Abort or a Commit ends it."""
 
     @_abc_1.abstractmethod
     def Push(
@@ -117,3 +117,40 @@ class DecodeServicer(metaclass=_abc_1.ABCMeta):
         """Block and batch counts of this replica, for tests and operators."""
 
 def add_DecodeServicer_to_server(servicer: DecodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class IntakeStub:
+    """Reservations that somebody holds. A service of its own, so that a mesh can let prefill replicas in and nobody else."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> IntakeAsyncStub: ...
+    Hold: _grpc.UnaryStreamMultiCallable[_decode_pb2.ReserveRequest, _decode_pb2.HoldReply]
+    """Makes room for one sequence's KV and keeps it for as long as the call lives. Each side hears at once when the other
+    one goes: the call ends without an error after the commit, and with one when the room is lost.
+    """
+
+@_typing.type_check_only
+class IntakeAsyncStub(IntakeStub):
+    """Reservations that somebody holds. A service of its own, so that a mesh can let prefill replicas in and nobody else."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Hold: _aio.UnaryStreamMultiCallable[_decode_pb2.ReserveRequest, _decode_pb2.HoldReply]  # type: ignore[assignment]
+    """Makes room for one sequence's KV and keeps it for as long as the call lives. Each side hears at once when the other
+    one goes: the call ends without an error after the commit, and with one when the room is lost.
+    """
+
+class IntakeServicer(metaclass=_abc_1.ABCMeta):
+    """Reservations that somebody holds. A service of its own, so that a mesh can let prefill replicas in and nobody else."""
+
+    @_abc_1.abstractmethod
+    def Hold(
+        self,
+        request: _decode_pb2.ReserveRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_decode_pb2.HoldReply], _abc.AsyncIterator[_decode_pb2.HoldReply]]:
+        """Makes room for one sequence's KV and keeps it for as long as the call lives. Each side hears at once when the other
+        one goes: the call ends without an error after the commit, and with one when the room is lost.
+        """
+
+def add_IntakeServicer_to_server(servicer: IntakeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -30,6 +30,7 @@ def test_objects_match_the_schema(overlay, version: str) -> None:
         kubernetes_validate.validate(item, version, strict=True)
 
 
+@pytest.mark.slow
 def test_the_base_renders_and_matches_the_schema() -> None:
     """Overlays of other people start from a sound base."""
     for item in render("base"):

@@ -149,12 +149,10 @@ def test_one_nats_server_has_no_cluster_and_several_have(overlay_name: str) -> N
     assert (nats["spec"]["replicas"] > 1) == ("cluster {" in conf)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "services",
-    [
-        tuple(service for service in (*SERVICES, "local") if service not in ENGINES),
-        pytest.param(tuple(ENGINES), marks=pytest.mark.slow),  # they import torch
-    ],
+    [tuple(service for service in (*SERVICES, "local") if service not in ENGINES), tuple(ENGINES)],
     ids=["torch-free", "engines"],
 )
 def test_importing_a_services_main_has_no_effect(services: tuple[str, ...], tmp_path: Path) -> None:

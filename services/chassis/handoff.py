@@ -3,18 +3,23 @@
 Two ways, one meaning. In shared memory: a file with a 4 KiB header that begins with the ticket's nonce, then the
 blocks that must travel, in table order, without gaps, then the window state. Over gRPC: pieces of at most 2 MiB, each
 with its checksum. Both end in the same staging area on the receiver, and nothing is read from it before the commit.
+Bytes are copied once on each side: from the sender's cache into the file, and from there into the receiver's cache.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
 import shutil
+import socket
 import stat
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+
+from isal.isal_zlib import crc32
 
 from proto.common_pb2 import Ticket
 from proto.decode_pb2 import PushChunk
@@ -24,7 +29,13 @@ HEADER_BYTES = 4096
 NONCE_BYTES = 16
 CHUNK_BYTES = 2 << 20
 SHM_ROOT = Path("/dev/shm")  # noqa: S108 - the folder below it is private (0700) and its owner is checked
+HOLD_BEAT_SECONDS = 0.5
+HOLD_SILENCE_SECONDS = 3.0
+"""A peer that died is noticed by its broken connection, at once; this is for a host that went silent."""
 _PREFIX = "fathom-"
+_POPULATE_READ, _POPULATE_WRITE = 22, 23
+"""MADV_POPULATE_*, which Python 3.11 has no names for."""
+_TOUCH_BYTES = 2 << 20
 
 
 class StagingUnavailableError(Exception):
@@ -41,14 +52,12 @@ class Staging:
         self, *, nonce: bytes, num_blocks: int, block_bytes: int, window_bytes: int = 0, folder: Path | None
     ) -> None:
         self.num_blocks = num_blocks
-        self.block_bytes = block_bytes
-        self.window_bytes = window_bytes
         self.path: Path | None = None
-        size = _staging_bytes(num_blocks, block_bytes, window_bytes)
+        self._shape = _Shape(num_blocks, block_bytes, window_bytes)
         if folder is not None:
-            self._map = self._map_file(folder / nonce.hex(), size)
+            self._map = self._map_file(folder / nonce.hex(), self._shape.num_bytes)
         else:
-            self._map = mmap.mmap(-1, size)
+            self._map = mmap.mmap(-1, self._shape.num_bytes)
         self._map[: len(nonce)] = nonce
 
     def _map_file(self, path: Path, size: int) -> mmap.mmap:
@@ -63,87 +72,124 @@ class Staging:
         finally:
             os.close(descriptor)
         self.path = path
+        _touch(mapped, _POPULATE_READ)
         return mapped
 
     def write(self, block: int, offset_bytes: int, data: bytes) -> None:
         """Put a piece of the block at that place (counted among the blocks that travel) where it belongs."""
         end = offset_bytes + len(data)
-        if not (0 <= block < self.num_blocks and end <= self.block_bytes):
+        if not (0 <= block < self.num_blocks and end <= self._shape.block_bytes):
             raise InvalidRequest(f"block {block}, bytes {offset_bytes} to {end} lie outside the reservation")
-        start = HEADER_BYTES + block * self.block_bytes + offset_bytes
-        self._map[start : start + len(data)] = data
+        self.block(block)[offset_bytes:end] = data
 
     def write_window(self, offset_bytes: int, data: bytes) -> None:
         """Put a piece of the window state where it belongs."""
         end = offset_bytes + len(data)
-        if end > self.window_bytes:
+        if end > self._shape.window_bytes:
             raise InvalidRequest(f"window bytes {offset_bytes} to {end} lie outside the reservation")
-        start = HEADER_BYTES + self.num_blocks * self.block_bytes + offset_bytes
-        self._map[start : start + len(data)] = data
+        self.window()[offset_bytes:end] = data
 
-    def read(self, block: int) -> bytes:
-        """Copy a block out: what was verified stays verified, whoever still writes into the file."""
-        start = HEADER_BYTES + block * self.block_bytes
-        return self._map[start : start + self.block_bytes]
+    def block(self, block: int) -> memoryview:
+        """Return the bytes of a block that travels, not a copy of them."""
+        return memoryview(self._map)[self._shape.block(block)]
 
-    def read_window(self) -> bytes:
-        """Copy the window state out, as `read` does."""
-        start = HEADER_BYTES + self.num_blocks * self.block_bytes
-        return self._map[start : start + self.window_bytes]
+    def window(self) -> memoryview:
+        """Return the bytes of the window state, not a copy of them."""
+        return memoryview(self._map)[self._shape.window]
 
     def close(self) -> None:
         """Give the room back. A late writer may keep the unlinked file; nobody reads it again."""
         if self.path is not None:
             self.path.unlink(missing_ok=True)
-        self._map.close()
+        _unmap(self._map)
 
 
-def fill_staging(
-    path: str,
-    *,
-    nonce: bytes,
-    num_blocks: int,
-    block_bytes: int,
-    first_block: int,
-    payloads: Sequence[bytes],
-    window_bytes: int = 0,
-    window: bytes = b"",
-) -> list[int]:
-    """Sender's side: write whole blocks from that place on; return their checksums. Without payloads it only checks.
+class PeerStaging:
+    """Sender's side: the receiver's file, mapped here for as long as it is filled.
 
-    window_bytes: of the state that travels behind the blocks, 0 without one.  window: that state, once it is to be
-    written; its checksum then follows the blocks'.
-
-    Blocks the calling thread; opens and closes the file itself, so that a caller who stops waiting leaves nothing
-    half closed. Raises StagingUnavailableError when the file is not reachable from here.
+    Whoever closes it without an error cannot change a byte of it any more, by whatever accident: that must come before
+    the commit, for then the receiver reads it as it is.
     """
+
+    def __init__(self, path: str, *, nonce: bytes, num_blocks: int, block_bytes: int, window_bytes: int = 0) -> None:
+        """Blocks the calling thread for as long as mapping the pages takes.
+
+        Raises StagingUnavailableError when the file is not reachable from here, or not the ticket's.
+        """
+        self._shape = _Shape(num_blocks, block_bytes, window_bytes)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            raise StagingUnavailableError(f"cannot open {path}: {error.strerror}") from error
+        try:
+            is_ours = os.pread(descriptor, len(nonce), 0) == nonce
+            if not is_ours or os.fstat(descriptor).st_size != self._shape.num_bytes:
+                raise StagingUnavailableError(f"{path} is not the file of this ticket")
+            self._map = mmap.mmap(descriptor, self._shape.num_bytes)
+        finally:
+            os.close(descriptor)
+        _touch(self._map, _POPULATE_WRITE)
+
+    def block(self, block: int) -> memoryview:
+        """Return where a block that travels goes. Release it before `close`."""
+        return memoryview(self._map)[self._shape.block(block)]
+
+    def window(self) -> memoryview:
+        """Return where the window state goes. Release it before `close`."""
+        return memoryview(self._map)[self._shape.window]
+
+    def close(self) -> bool:
+        """Unmap the file; False when somebody still writes, whose last reference will then unmap it."""
+        return _unmap(self._map)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """Where things lie in a staging area: a header, the blocks that travel, the window state."""
+
+    num_blocks: int
+    block_bytes: int
+    window_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.window.stop
+
+    @property
+    def window(self) -> slice[int, int]:
+        start = HEADER_BYTES + self.num_blocks * self.block_bytes
+        return slice(start, start + self.window_bytes)
+
+    def block(self, block: int) -> slice[int, int]:
+        start = HEADER_BYTES + block * self.block_bytes
+        return slice(start, start + self.block_bytes)
+
+
+def _touch(mapped: mmap.mmap, advice: int) -> None:
+    """Map the pages now, while nobody waits; a kernel before 5.14 maps each at its first use instead."""
+    with contextlib.suppress(OSError):
+        for start in range(0, len(mapped), _TOUCH_BYTES):  # in pieces: the call holds the interpreter lock
+            mapped.madvise(advice, start, min(_TOUCH_BYTES, len(mapped) - start))
+
+
+def _unmap(mapped: mmap.mmap) -> bool:
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError as error:
-        raise StagingUnavailableError(f"cannot open {path}: {error.strerror}") from error
-    try:
-        is_ours = os.pread(descriptor, len(nonce), 0) == nonce
-        if not is_ours or os.fstat(descriptor).st_size != _staging_bytes(num_blocks, block_bytes, window_bytes):
-            raise StagingUnavailableError(f"{path} is not the file of this ticket")
-        for block, payload in enumerate(payloads, start=first_block):
-            _write_all(descriptor, payload, HEADER_BYTES + block * block_bytes)
-        if window:
-            _write_all(descriptor, window, HEADER_BYTES + num_blocks * block_bytes)
-    finally:
-        os.close(descriptor)
-    return [block_crc32(payload) for payload in (*payloads, window) if payload]
+        mapped.close()
+    except BufferError:
+        return False
+    return True
 
 
-def _staging_bytes(num_blocks: int, block_bytes: int, window_bytes: int) -> int:
-    return HEADER_BYTES + num_blocks * block_bytes + window_bytes
+def socket_target(name: str) -> str:
+    """Return what gRPC calls an abstract unix socket."""
+    return f"unix-abstract:{name}"
 
 
-def _write_all(descriptor: int, payload: bytes, offset: int) -> None:
-    view = memoryview(payload)
-    while view:  # a write may be cut short
-        written = os.pwrite(descriptor, view, offset)
-        offset += written
-        view = view[written:]
+def is_socket_here(name: str) -> bool:
+    """Say whether somebody listens on an abstract unix socket in this network namespace; known at once."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        return probe.connect_ex(f"\0{name}") == 0
 
 
 class StagingFolder:
@@ -187,29 +233,33 @@ def remove_dead_folders(root: Path) -> list[Path]:
     return removed
 
 
-def block_crc32(payload: bytes) -> int:
-    """Return the checksum that every block and window state carries on every path (CRC-32, IEEE)."""
-    return zlib.crc32(payload)
+def block_crc32(payload: bytes | bytearray | memoryview, before: int = 0) -> int:
+    """Return the checksum that every block and window state carries on every path (CRC-32, IEEE).
+
+    before: of what comes before it.  The same value as zlib's, four times as fast, and like that without the
+    interpreter lock.
+    """
+    return crc32(payload, before)
 
 
 def chunks_of(
-    payload: bytes, *, block_index: int = 0, ticket: Ticket | None, is_window: bool = False
+    payload: bytes | bytearray | memoryview, *, block_index: int = 0, ticket: Ticket | None, is_window: bool = False
 ) -> Iterator[PushChunk]:
     """Cut one block, or the window state, into pieces for Push. Only a stream's first piece carries the ticket."""
     for offset in range(0, len(payload), CHUNK_BYTES):
-        data = payload[offset : offset + CHUNK_BYTES]
+        data = bytes(payload[offset : offset + CHUNK_BYTES])
         yield PushChunk(
             ticket=ticket if offset == 0 else None,
             block_index=block_index,
             offset_bytes=offset,
             data=data,
-            crc32=zlib.crc32(data),
+            crc32=crc32(data),
             is_window=is_window,
         )
 
 
 def check_chunk(chunk: PushChunk) -> None:
     """Raise BlocksLost when a piece arrived changed."""
-    if zlib.crc32(chunk.data) != chunk.crc32:
+    if crc32(chunk.data) != chunk.crc32:
         what = "the window state" if chunk.is_window else f"block {chunk.block_index}"
         raise BlocksLost(f"a piece of {what} arrived damaged")

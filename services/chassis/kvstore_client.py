@@ -1,56 +1,146 @@
-"""How do blocks come from the KV store and go to it, without a damaged one ever being used?"""
+"""How do blocks come from the KV store, without a damaged, late or missing one ever being used?"""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import zlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass, field
 
 import grpc.aio
 import structlog
 
-from proto.common_pb2 import RETENTION_CLASS_CHAT
-from proto.kvstore_pb2 import BlockChunk, ReadRequest, WriteReply
+from proto.kvstore_pb2 import BlockChunk, ReadRequest
 from proto.kvstore_pb2_grpc import KvstoreStub
 from services.chassis.errors import FathomError
-
-_CHUNK_BYTES = 2 << 20
-_WRITE_TIMEOUT_SECONDS = 30.0
-_BATCH_BLOCKS = 16
+from services.chassis.handoff import block_crc32
+from services.chassis.kvstore_shards import keys_of, parse_replicas, split
+from services.chassis.local_reads import LocalReads
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
-class StoredBlock:
-    """One full block on its way to the store."""
+class Stores:
+    """The replicas of the KV store, as one caller sees them."""
 
-    key: bytes
-    payload: bytes
+    channels: Mapping[str, grpc.aio.Channel]
+    """By the name that placement goes by."""
+    local: Mapping[str, LocalReads] = field(default_factory=dict)
+    """Those that may run on this host: their files can be read without them."""
+
+    @classmethod
+    def of(cls, address: str, channel: Callable[[str], grpc.aio.Channel]) -> Stores | None:
+        """Return the replicas that a `kvstore_address` names, None for an empty one. Raises ValueError."""
+        channels = {replica.name: channel(replica.address) for replica in parse_replicas(address)}
+        return cls(channels, {name: LocalReads(each) for name, each in channels.items()}) if channels else None
+
+    @classmethod
+    def single(cls, channel: grpc.aio.Channel) -> Stores:
+        """Return the simple case: one replica, over gRPC."""
+        return cls({"kvstore": channel})
 
 
-async def read_blocks(
-    channel: grpc.aio.Channel, keys: Sequence[bytes], *, fingerprint: bytes, block_bytes: int, timeout_seconds: float
-) -> AsyncGenerator[bytes]:
-    """Yield the payloads of the leading `keys`, verified, in order.
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Blocks that somebody would rather read than compute."""
 
-    Ends early, without an error, at the first block that is missing, late or damaged, and when the store is away:
-    whoever wants the rest computes it.
+    keys: Sequence[bytes]
+    """Of the whole chain up to the last wanted one: a block's place follows from its chain."""
+    first_index: int
+    """Of the first wanted one."""
+    fingerprint: bytes
+    block_bytes: int
+    request_id: str = ""
+    """Its lease on the blocks ends with this read."""
+    pending_seconds: float = 0.0
+    """How long blocks that are just being written may be waited for."""
+
+
+async def read_blocks(stores: Stores, wanted: Wanted, *, timeout_seconds: float) -> AsyncGenerator[bytes | memoryview]:
+    """Yield the payloads of the leading wanted blocks, verified, in order.
+
+    Ends early, without an error, at the first block that is missing, late or damaged: whoever wants the rest computes
+    it. When a replica is away, the next in its groups' order is asked for them, and the last one's absence is a miss.
     """
-    call = KvstoreStub(channel).Read(ReadRequest(block_keys=keys, fingerprint=fingerprint), timeout=timeout_seconds)
-    chunks = aiter(call)
-    try:
-        for key in keys:
-            payload = await _next_block(chunks, key, block_bytes)
-            if payload is None:
-                return
-            yield payload
-    except (FathomError, grpc.aio.AioRpcError) as error:
-        log.info("kvstore.read.ended", reason=str(error), error_kind=type(error).__name__)
-    finally:
-        call.cancel()
+    deadline = time.monotonic() + timeout_seconds
+    names, index = set(stores.channels), wanted.first_index
+    while index < len(wanted.keys) and names:
+        reading = _Reading(stores, wanted, index, names, deadline)
+        async with aclosing(reading.blocks()) as blocks:
+            async for payload in blocks:
+                index += 1
+                yield payload
+        if reading.lost is None:
+            return
+        names.discard(reading.lost)
+
+
+class _Reading:
+    """One pass over the replicas, one call to each, until the end or until one of them is lost."""
+
+    def __init__(self, stores: Stores, wanted: Wanted, first_index: int, names: set[str], deadline: float) -> None:
+        self.lost: str | None = None
+        self._stores = stores
+        self._wanted = wanted
+        self._runs = split(wanted.keys, first_index, sorted(names))
+        self._deadline = deadline
+
+    async def blocks(self) -> AsyncGenerator[bytes | memoryview]:
+        async with AsyncExitStack() as stack:
+            sources: dict[str, AsyncGenerator[bytes | memoryview]] = {}
+            for run in self._runs:
+                if run.replica not in sources:
+                    keys = keys_of(run.replica, self._runs, self._wanted.keys)
+                    sources[run.replica] = await stack.enter_async_context(aclosing(self._from(run.replica, keys)))
+                for _ in range(run.num_blocks):
+                    try:
+                        async with asyncio.timeout(self._deadline - time.monotonic()):
+                            payload = await anext(sources[run.replica], None)
+                    except TimeoutError:
+                        log.info("kvstore.read.late", replica=run.replica)
+                        return
+                    except (FathomError, grpc.aio.AioRpcError) as error:
+                        log.info("kvstore.read.ended", replica=run.replica, reason=str(error))
+                        self.lost = run.replica
+                        return
+                    if payload is None:
+                        return
+                    yield payload
+
+    async def _from(self, replica: str, keys: list[bytes]) -> AsyncGenerator[bytes | memoryview]:
+        """Yield one replica's blocks: from its files as far as they can be had, then by its own hand."""
+        wanted = self._wanted
+        num_read = 0
+        local = self._stores.local.get(replica)
+        if local is not None:
+            found = local.read(
+                keys, fingerprint=wanted.fingerprint, block_bytes=wanted.block_bytes, request_id=wanted.request_id
+            )
+            async with aclosing(found):
+                async for payload in found:
+                    num_read += 1
+                    yield payload
+        if num_read == len(keys):
+            return
+        request = ReadRequest(
+            block_keys=keys[num_read:],
+            fingerprint=wanted.fingerprint,
+            request_id=wanted.request_id,
+            pending_seconds=wanted.pending_seconds,
+        )
+        seconds_left = max(0.0, self._deadline - time.monotonic())
+        call = KvstoreStub(self._stores.channels[replica]).Read(request, timeout=seconds_left)
+        chunks = aiter(call)
+        try:
+            for key in keys[num_read:]:
+                block = await _next_block(chunks, key, wanted.block_bytes)
+                if block is None:
+                    return
+                yield block
+        finally:
+            call.cancel()
 
 
 async def _next_block(chunks: AsyncIterator[BlockChunk], key: bytes, block_bytes: int) -> bytes | None:
@@ -68,92 +158,8 @@ async def _next_block(chunks: AsyncIterator[BlockChunk], key: bytes, block_bytes
         received += len(chunk.data)
         crc32 = chunk.block_crc32
     payload = b"".join(pieces)
-    # In a thread: a checksum of megabytes would hold up every other request's event for milliseconds.
-    if received != block_bytes or await asyncio.to_thread(zlib.crc32, payload) != crc32:
+    # In a thread: a checksum of megabytes would hold up every other request's event.
+    if received != block_bytes or await asyncio.to_thread(block_crc32, payload) != crc32:
         log.warning("kvstore.read.damaged", block_bytes=block_bytes)
         return None
     return payload
-
-
-async def write_blocks(
-    channel: grpc.aio.Channel, blocks: Sequence[StoredBlock], *, fingerprint: bytes, timeout_seconds: float
-) -> WriteReply:
-    """Store blocks in order, parents before children. Raises FathomError when the store did not take them."""
-    crcs = await asyncio.to_thread(lambda: [zlib.crc32(block.payload) for block in blocks])
-    chunks = itertools.chain.from_iterable(
-        _chunks_of(block, crc, fingerprint) for block, crc in zip(blocks, crcs, strict=True)
-    )
-    return await KvstoreStub(channel).Write(chunks, timeout=timeout_seconds)
-
-
-def _chunks_of(block: StoredBlock, crc32: int, fingerprint: bytes) -> Iterator[BlockChunk]:
-    size = len(block.payload)
-    for offset in range(0, size, _CHUNK_BYTES):
-        data = block.payload[offset : offset + _CHUNK_BYTES]
-        yield BlockChunk(
-            block_key=block.key,
-            fingerprint=fingerprint if offset == 0 else b"",
-            block_bytes=size,
-            offset_bytes=offset,
-            data=data,
-            block_crc32=crc32 if offset + len(data) == size else 0,
-            retention=RETENTION_CLASS_CHAT,
-        )
-
-
-class BlockWriter:
-    """A queue of blocks for the store that is bounded by bytes and never makes the engine wait.
-
-    The engine thread alone calls `has_room` and `put`, the event loop alone runs `run`. Each side adds to its own
-    counter and only reads the other's, so that no lock is needed.
-    """
-
-    def __init__(
-        self, channel: grpc.aio.Channel, *, fingerprint: bytes, max_bytes: int, on_drop: Callable[[int], None]
-    ) -> None:
-        """on_drop is told how many blocks were given up, from either thread."""
-        self._channel = channel
-        self._fingerprint = fingerprint
-        self._max_bytes = max_bytes
-        self._on_drop = on_drop
-        self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[StoredBlock] = asyncio.Queue()
-        self._bytes_in = 0
-        self._bytes_out = 0
-
-    @property
-    def pending_bytes(self) -> int:
-        return self._bytes_in - self._bytes_out
-
-    def has_room(self, num_bytes: int) -> bool:
-        """Say whether a block fits; counts a drop when it does not. Ask before copying it off the device."""
-        if self.pending_bytes + num_bytes <= self._max_bytes:
-            return True
-        self._on_drop(1)
-        return False
-
-    def put(self, block: StoredBlock) -> None:
-        self._bytes_in += len(block.payload)
-        self._loop.call_soon_threadsafe(self._queue.put_nowait, block)
-
-    async def flush(self) -> None:
-        """Wait until all that was put before is written or given up."""
-        await self._queue.join()
-
-    async def run(self) -> None:
-        """Write what comes, several blocks a call, until cancelled. A store that is away costs blocks, never time."""
-        while True:
-            batch = [await self._queue.get()]
-            while len(batch) < _BATCH_BLOCKS and not self._queue.empty():
-                batch.append(self._queue.get_nowait())
-            try:
-                await write_blocks(
-                    self._channel, batch, fingerprint=self._fingerprint, timeout_seconds=_WRITE_TIMEOUT_SECONDS
-                )
-            except (FathomError, grpc.aio.AioRpcError) as error:
-                self._on_drop(len(batch))
-                log.warning("kvstore.write.failed", num_blocks=len(batch), reason=str(error))
-            finally:
-                self._bytes_out += sum(len(block.payload) for block in batch)
-                for _ in batch:
-                    self._queue.task_done()

@@ -16,14 +16,13 @@ import shutil
 import stat
 import struct
 import time
-import zlib
 from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol, TypeVar
 
-from services.chassis.handoff import SHM_ROOT
+from services.chassis.handoff import SHM_ROOT, block_crc32
 
 Kind = Literal["whole", "encoder"]
 """A whole state, or its encoder layers' part (what bounded replay starts from)."""
@@ -60,6 +59,7 @@ class Counts:
     num_misses: int = 0
     """Prompts with found blocks for which no usable state was here."""
     num_damaged: int = 0
+    num_saved: int = 0
     num_evicted: int = 0
     num_dropped: int = 0
     """States not saved: no room, or the queue was full."""
@@ -169,7 +169,7 @@ class WindowStore:
     def _header(self, key: bytes, position: int, payload: bytes) -> bytes:
         fields = (_MAGIC, _VERSION, _KINDS[self._kind], self._fingerprint, key, position, len(payload))
         unsigned = _HEADER.pack(*fields, 0)[:-4]
-        return _HEADER.pack(*fields, zlib.crc32(payload, zlib.crc32(unsigned)))
+        return _HEADER.pack(*fields, block_crc32(payload, block_crc32(unsigned)))
 
     def _verified(self, descriptor: int, key: bytes, position: int) -> bytes | None:
         status = os.fstat(descriptor)
@@ -198,6 +198,7 @@ class WindowStore:
         except OSError:
             unnamed.unlink(missing_ok=True)
             raise
+        self.counts.num_saved += 1
         self.counts.num_bytes += num_bytes
         return True
 

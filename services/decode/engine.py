@@ -272,7 +272,7 @@ class DecodeEngine:
         for block in range(max(first, sequence.replay.write_from // self._block_tokens), last):
             self._pool.publish(sequence.block_table[block], sequence.keys[block])
             if block >= sequence.written_blocks:
-                self._writeback.offer(sequence.keys[block], sequence.block_table[block])
+                self._writeback.offer(sequence.origin, sequence.keys, block, sequence.block_table[block])
                 sequence.written_blocks = block + 1
 
     def _take_stock(self, num_tokens: int = 0, step_seconds: float = 0.0) -> None:

@@ -13,6 +13,7 @@ from proto.common_pb2 import (
     FINISH_REASON_LENGTH,
     FINISH_REASON_STOP,
     FINISH_REASON_UNSPECIFIED,
+    RETENTION_CLASS_CHAT,
     FinishReason,
     ImageRef,
     PositionLogprobs,
@@ -26,6 +27,7 @@ from services.chassis import names
 from services.chassis.block_keys import KeyChain, image_extras
 from services.chassis.embeddings import EmbeddingsFetch, EmbeddingsSource, ImageFeed
 from services.chassis.errors import BadSchema, BlocksLost, DeadlinePassed, InternalError, to_stream_error
+from services.chassis.kvstore_writer import Origin
 from services.chassis.telemetry import bind_request, span
 from services.decode.admission import Limits, answer_tokens, check_request
 from services.decode.grammar import Guide, open_guide, replay_first
@@ -93,8 +95,10 @@ class AnswerFlow:
             check_request(self._request, around.limits)
             guide = await self._guide()  # while prefill computes
             landed = await around.intake.landed(self._request.request_id)
-        finally:
-            around.intake.abort_request(self._request.request_id)
+        except BaseException:  # what comes later for it must not wait here for nobody
+            around.intake.refuse_request(self._request.request_id)
+            raise
+        around.intake.abort_request(self._request.request_id)
         try:
             await self._answer(self._sequence(landed, guide), landed.epoch)
         finally:
@@ -169,6 +173,7 @@ class AnswerFlow:
             ask=self._asked.put_nowait,
             guide=guide,
             images=ImageFeed(request.images),
+            origin=Origin(request.tenant, request.retention or RETENTION_CLASS_CHAT),
         )
 
     def _on_grown(self, grown: Grown) -> None:

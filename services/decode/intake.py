@@ -9,23 +9,30 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
-from enum import Enum
 from functools import partial
-from hmac import compare_digest
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from proto.common_pb2 import Ticket
-from proto.decode_pb2 import CommitRequest, PushChunk, ReserveReply, ReserveRequest
+from proto.decode_pb2 import CommitRequest, HoldReply, PushChunk, ReserveReply, ReserveRequest
 from services.chassis import names
-from services.chassis.errors import BlocksLost, DeadlinePassed, InvalidRequest, Overloaded, PromptTooLong
-from services.chassis.handoff import NONCE_BYTES, Staging, block_crc32, check_chunk
+from services.chassis.errors import (
+    BlocksLost,
+    Cancelled,
+    FathomError,
+    InvalidRequest,
+    Overloaded,
+    PeerLost,
+)
+from services.chassis.handoff import HOLD_BEAT_SECONDS, NONCE_BYTES, Staging
 from services.chassis.telemetry import log, span
+from services.decode.landing import Landing
+from services.decode.reservation import Reservation, State, check_commit, check_reserve
 
 if TYPE_CHECKING:
-    from services.chassis.engine_thread import EngineThread, Reply
+    from services.chassis.engine_thread import EngineThread
     from services.decode.admission import Limits
     from services.decode.rooms import Rooms
 
@@ -33,15 +40,21 @@ RESERVATION_SECONDS = 30.0
 """Longest life of a ticket: whoever needs longer to fill it is gone."""
 WAIT_SECONDS = 10.0
 """Longest wait for blocks; then another replica is the better choice."""
-_GROUP_BYTES = 64 << 20
-"""Written between two steps: tens of milliseconds."""
+_MAX_REFUSED = 4096
+"""Ids of requests that ended before their KV came."""
 
 
-class _State(Enum):
-    OPEN = "open"
-    COMMITTING = "committing"
-    LANDED = "landed"
-    GONE = "gone"
+class Counters(Protocol):
+    """What an operator is told."""
+
+    def count_handoff(self, backend: str, num_bytes: int) -> None:
+        """One committed."""
+
+    def count_abort(self, reason: str) -> None:
+        """One was given back: "abort" by prefill, "lost" with it, "expired", "cancelled", "damaged"."""
+
+    def count_late_write(self) -> None:
+        """A piece came for a reservation that had ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,23 +65,6 @@ class Landed:
     kv_tokens: int
     first_token_id: int
     cached_tokens: int
-
-
-@dataclass(slots=True, eq=False)
-class _Handoff:
-    ticket: Ticket
-    kv_tokens: int
-    num_blocks: int
-    present_blocks: int
-    staging: Staging | None
-    """None when nothing has to travel."""
-    state: _State = _State.OPEN
-    expiry: asyncio.TimerHandle | None = None
-    pushed_bytes: int = 0
-
-    @property
-    def missing_blocks(self) -> int:
-        return self.num_blocks - self.present_blocks
 
 
 class Intake:
@@ -83,24 +79,30 @@ class Intake:
         replica: str,
         boot_id: str,
         folder: Path | None,
-        on_bytes: Callable[[str, int], None],
+        socket_name: str = "",
+        counters: Counters,
         wait_seconds: float = WAIT_SECONDS,
         reservation_seconds: float = RESERVATION_SECONDS,
     ) -> None:
-        """folder: private and in shared memory, or None to take blocks over gRPC only.  on_bytes: backend, bytes."""
+        """folder: private and in shared memory, or None to take blocks over gRPC only.
+
+        socket_name: of the abstract unix socket that the replica also serves, if it does.
+        """
         self._thread = thread
         self._rooms = rooms
         self._limits = limits
         self._replica = replica
         self._boot_id = boot_id
         self._folder = folder
-        self._on_bytes = on_bytes
+        self._socket_name = socket_name
+        self._counters = counters
         self._wait_seconds = wait_seconds
         self._reservation_seconds = reservation_seconds
         self._num_reservations = 0
-        self._handoffs: dict[int, _Handoff] = {}
+        self._handoffs: dict[int, Reservation] = {}
         self._landed: dict[str, Landed] = {}
         self._waiters: dict[str, asyncio.Future[Landed]] = {}
+        self._refused: dict[str, None] = {}  # in order of arrival
 
     @property
     def num_open(self) -> int:
@@ -111,7 +113,9 @@ class Intake:
 
         Waits for room up to a bound, then raises Overloaded. Raises BlocksLost for another boot or model.
         """
-        self._check_reserve(request)
+        if request.request_id in self._refused:
+            raise Cancelled("the request has ended on this replica")
+        check_reserve(request, self._limits, boot_id=self._boot_id)
         self._num_reservations += 1
         epoch = self._num_reservations
         now = time.time()
@@ -132,57 +136,90 @@ class Intake:
             request_id=request.request_id,
             expires_unix_seconds=expires,
         )
-        handoff = _Handoff(ticket, request.kv_tokens, num_blocks, present, staging)
+        handoff = Reservation(ticket, request.kv_tokens, num_blocks, present, staging)
         self._handoffs[epoch] = handoff
         self._arm(handoff, expires - time.time())
         path = str(staging.path) if staging is not None and staging.path is not None else ""
-        return ReserveReply(ticket=ticket, present_blocks=present, shm_path=path)
+        return ReserveReply(ticket=ticket, present_blocks=present, shm_path=path, socket_name=self._socket_name)
+
+    async def hold(self, request: ReserveRequest) -> AsyncGenerator[HoldReply]:
+        """Reserve, and keep the room for as long as the caller listens; give it to gRPC as the handler's response.
+
+        Ends without an error after the commit. Ends with one, at once, when the reservation is given back for whatever
+        reason; and when the caller goes, the reservation is given back, and whoever waits for it here hears so.
+        """
+        reply = await self.reserve(request)
+        handoff = self._handoffs[reply.ticket.epoch]
+        try:
+            yield HoldReply(reserved=reply)
+            while not handoff.ended.done():
+                await asyncio.wait([handoff.ended], timeout=HOLD_BEAT_SECONDS)
+                if not handoff.ended.done():
+                    yield HoldReply()
+        finally:
+            if handoff.state is State.OPEN:
+                self._drop(handoff, "lost", PeerLost("the prefill replica went away during the handoff"), is_told=True)
+        error = handoff.ended.result()
+        if error is not None:
+            raise error
 
     async def push(self, chunks: AsyncIterator[PushChunk]) -> int:
         """Take pieces of blocks into the ticket's staging area; return the bytes taken."""
-        handoff: _Handoff | None = None
+        handoff: Reservation | None = None
         num_bytes = 0
         async for chunk in chunks:
-            if handoff is None:
-                handoff = self._find(chunk.ticket)
-            check_chunk(chunk)
-            if handoff.state is not _State.OPEN or handoff.staging is None:
-                raise BlocksLost("the reservation ended while its blocks were arriving")
-            if chunk.is_window:
-                handoff.staging.write_window(chunk.offset_bytes, chunk.data)
-            else:
-                handoff.staging.write(chunk.block_index - handoff.present_blocks, chunk.offset_bytes, chunk.data)
-            handoff.pushed_bytes += len(chunk.data)
+            handoff = handoff or self._find_for_writing(chunk.ticket)
+            try:
+                self._stage(handoff, chunk)
+            except (BlocksLost, InvalidRequest) as error:
+                self._drop(handoff, "damaged", error)  # the holder hears why even if this call's status gets lost
+                raise
             num_bytes += len(chunk.data)
         return num_bytes
+
+    def _stage(self, handoff: Reservation, chunk: PushChunk) -> None:
+        if handoff.state is not State.OPEN or handoff.staging is None:
+            self._counters.count_late_write()
+            raise BlocksLost("the reservation ended while its blocks were arriving")
+        handoff.stage(chunk)
 
     async def commit(self, request: CommitRequest) -> None:
         """Verify what was staged and give it to the engine; if it is wrong, forget the ticket and raise BlocksLost."""
         handoff = self._find(request.ticket)
-        handoff.state = _State.COMMITTING
+        handoff.state = State.COMMITTING
         try:
-            self._check_commit(handoff, request)
+            check_commit(handoff, request, self._limits)
             with span("decode.intake") as hop:
                 hop.set_attribute(names.BLOCKS, handoff.missing_blocks)
                 hop.set_attribute(names.KV_TOKENS, handoff.kv_tokens)
                 await self._land(handoff, request)
-        except BaseException:
-            self._drop(handoff)
+        except FathomError as error:
+            self._drop(handoff, "damaged", error)
+            raise
+        except BaseException:  # the caller went away
+            self._drop(handoff, "lost", PeerLost("the prefill replica went away during its commit"), is_told=True)
             raise
         finally:
-            _close(handoff)
+            handoff.close()
 
     def abort(self, ticket: Ticket, reason: str) -> None:
         """Give a reservation back; unknown tickets are ignored, for aborting twice is harmless."""
         handoff = self._handoffs.get(ticket.epoch)
-        if handoff is not None and _is_same(handoff.ticket, ticket):
+        if handoff is not None and handoff.is_named_by(ticket):
             log.info("decode.intake.aborted", request_id=ticket.request_id, reason=reason)
-            self._drop(handoff)
+            self._drop(handoff, "abort", BlocksLost(f"the handoff was aborted: {reason}"))
 
     def abort_request(self, request_id: str) -> None:
         """Give back whatever a request still holds here."""
         for handoff in [h for h in self._handoffs.values() if h.ticket.request_id == request_id]:
-            self._drop(handoff)
+            self._drop(handoff, "cancelled", Cancelled("the request has ended on the decode side"))
+
+    def refuse_request(self, request_id: str) -> None:
+        """Give back whatever a request holds here, and make no more room for it: it ended before its KV came."""
+        self.abort_request(request_id)
+        self._refused[request_id] = None
+        if len(self._refused) > _MAX_REFUSED:
+            del self._refused[next(iter(self._refused))]
 
     async def landed(self, request_id: str) -> Landed:
         """Wait for the request's handoff to commit. Its blocks are then the caller's to start or release."""
@@ -197,31 +234,13 @@ class Intake:
                 raise BlocksLost("the handoff was given back right after its commit")
         del self._landed[request_id]
         handoff = self._handoffs.pop(landed.epoch)
-        _disarm(handoff)
+        handoff.disarm()
         return landed
 
     def close(self) -> None:
         """Give everything back."""
         for handoff in tuple(self._handoffs.values()):
-            self._drop(handoff)
-
-    def _check_reserve(self, request: ReserveRequest) -> None:
-        limits = self._limits
-        if request.boot_id != self._boot_id:
-            raise BlocksLost("this replica was restarted since it was picked")
-        if request.fingerprint != limits.fingerprint:
-            raise BlocksLost("the blocks were computed for another model fingerprint than this replica's")
-        if request.window_bytes != limits.window_bytes:
-            raise InvalidRequest(
-                f"the KV layouts differ: a window state of {request.window_bytes} bytes is to be handed over"
-                f" where one has {limits.window_bytes}"
-            )
-        if len(request.block_keys) != request.kv_tokens // limits.block_tokens or request.kv_tokens < 1:
-            raise InvalidRequest(f"{len(request.block_keys)} block keys do not name {request.kv_tokens} tokens of KV")
-        if request.kv_tokens >= limits.context_tokens:
-            raise PromptTooLong(f"{request.kv_tokens} tokens of KV do not fit; {limits.context_tokens - 1} would")
-        if request.deadline_unix_seconds <= time.time():
-            raise DeadlinePassed("the handoff's deadline passed")
+            self._drop(handoff, "cancelled", PeerLost("this decode replica is shutting down"))
 
     async def _room(self, epoch: int, request: ReserveRequest, num_blocks: int, wait_seconds: float) -> int:
         reply = self._thread.reply()
@@ -259,51 +278,45 @@ class Intake:
             log.warning("decode.intake.shm_full", num_bytes=num_bytes, reason=str(error))
             return make(folder=None)
 
-    def _find(self, ticket: Ticket) -> _Handoff:
+    def _find_for_writing(self, ticket: Ticket) -> Reservation:
+        try:
+            return self._find(ticket)
+        except BlocksLost:
+            self._counters.count_late_write()
+            raise
+
+    def _find(self, ticket: Ticket) -> Reservation:
         """Return the open handoff that a ticket names. Raises BlocksLost for any other ticket."""
         handoff = self._handoffs.get(ticket.epoch)
-        if handoff is None or handoff.state is not _State.OPEN or not _is_same(handoff.ticket, ticket):
+        if handoff is None or handoff.state is not State.OPEN or not handoff.is_named_by(ticket):
             raise BlocksLost("this ticket names no open reservation; it expired, was used, or is of another boot")
         return handoff
 
-    def _check_commit(self, handoff: _Handoff, request: CommitRequest) -> None:
-        if request.kv_tokens != handoff.kv_tokens or len(request.block_crc32) != handoff.missing_blocks:
-            raise BlocksLost(
-                f"{len(request.block_crc32)} blocks for {request.kv_tokens} tokens were committed where"
-                f" {handoff.missing_blocks} for {handoff.kv_tokens} were reserved"
+    async def _land(self, handoff: Reservation, request: CommitRequest) -> None:
+        if handoff.staging is not None:
+            landing = Landing(
+                self._thread,
+                self._rooms,
+                handoff.ticket.epoch,
+                handoff.staging,
+                is_wanted=lambda: handoff.state is State.COMMITTING,
             )
-        if request.first_token_id >= self._limits.vocab_tokens:
-            raise InvalidRequest(f"the first token must be below {self._limits.vocab_tokens}")
-
-    async def _land(self, handoff: _Handoff, request: CommitRequest) -> None:
-        epoch = handoff.ticket.epoch
-        size = max(1, _GROUP_BYTES // self._limits.block_bytes)
-        blocks = range(handoff.missing_blocks)
-        writing: Reply[None] | None = None
-        for start in range(0, len(blocks), size):
-            if writing is not None:
-                await writing
-            payloads = await asyncio.to_thread(_verified, handoff, blocks[start : start + size], request.block_crc32)
-            if handoff.state is not _State.COMMITTING:
-                raise BlocksLost("the reservation ended during its commit")
-            first = handoff.present_blocks + start
-            writing = self._thread.call(self._rooms.write, epoch, first, payloads)
-        if self._limits.window_bytes:
-            if writing is not None:
-                await writing
-            state = await asyncio.to_thread(_verified_window, handoff, request.window_crc32)
-            if handoff.state is not _State.COMMITTING:
-                raise BlocksLost("the reservation ended during its commit")
-            writing = self._thread.call(self._rooms.write_window, epoch, state)
-        self._announce(handoff, request)
-        if writing is not None:
-            await writing
+            await landing.blocks(
+                request.block_crc32, first_block=handoff.present_blocks, block_bytes=self._limits.block_bytes
+            )
+            if self._limits.window_bytes:
+                await landing.window(request.window_crc32)
+            self._announce(handoff, request)
+            await landing.written()
+        else:
+            self._announce(handoff, request)
         num_bytes = handoff.missing_blocks * self._limits.block_bytes + self._limits.window_bytes
-        self._on_bytes("grpc" if handoff.pushed_bytes else "shm", num_bytes)
+        self._counters.count_handoff("grpc" if handoff.pushed_bytes else "shm", num_bytes)
 
-    def _announce(self, handoff: _Handoff, request: CommitRequest) -> None:
+    def _announce(self, handoff: Reservation, request: CommitRequest) -> None:
         """Let the sequence start in the same pause of the engine that takes its last blocks in."""
-        handoff.state = _State.LANDED
+        handoff.state = State.LANDED
+        handoff.end(None)
         request_id = handoff.ticket.request_id
         landed = Landed(handoff.ticket.epoch, handoff.kv_tokens, request.first_token_id, request.cached_tokens)
         self._landed[request_id] = landed
@@ -311,64 +324,36 @@ class Intake:
         if waiter is not None and not waiter.done():
             waiter.set_result(landed)
 
-    def _arm(self, handoff: _Handoff, seconds: float) -> None:
+    def _arm(self, handoff: Reservation, seconds: float) -> None:
         loop = asyncio.get_running_loop()
         handoff.expiry = loop.call_later(max(seconds, 0.0), self._expire, handoff)
 
-    def _expire(self, handoff: _Handoff) -> None:
-        if handoff.state is _State.COMMITTING:
+    def _expire(self, handoff: Reservation) -> None:
+        if handoff.state is State.COMMITTING:
             self._arm(handoff, 1.0)
             return
         log.info("decode.intake.expired", request_id=handoff.ticket.request_id, state=handoff.state.value)
-        self._drop(handoff)
+        self._drop(handoff, "expired", BlocksLost("the reservation expired"))
 
-    def _drop(self, handoff: _Handoff) -> None:
-        """Forget a handoff and give its blocks back."""
+    def _drop(self, handoff: Reservation, reason: str, error: FathomError, *, is_told: bool = False) -> None:
+        """Forget a handoff and give its blocks back; its holder hears the error.
+
+        is_told: so does the request that waits for it here, for whoever should end it may not know yet.
+        """
         if self._handoffs.get(handoff.ticket.epoch) is not handoff:
             return
+        self._counters.count_abort(reason)
         del self._handoffs[handoff.ticket.epoch]
         landed = self._landed.get(handoff.ticket.request_id)
         if landed is not None and landed.epoch == handoff.ticket.epoch:
             del self._landed[handoff.ticket.request_id]
-        is_committing = handoff.state is _State.COMMITTING
-        handoff.state = _State.GONE
-        _disarm(handoff)
+        is_committing = handoff.state is State.COMMITTING
+        handoff.state = State.GONE
+        handoff.disarm()
+        handoff.end(error)
+        waiter = self._waiters.get(handoff.ticket.request_id)
+        if is_told and waiter is not None and not waiter.done():
+            waiter.set_exception(error)
         self._thread.post(self._rooms.release, handoff.ticket.epoch)
         if not is_committing:  # the commit still reads; it closes the area when it is done
-            _close(handoff)
-
-
-def _is_same(mine: Ticket, theirs: Ticket) -> bool:
-    return mine.boot_id == theirs.boot_id and compare_digest(mine.nonce, theirs.nonce)
-
-
-def _verified(handoff: _Handoff, blocks: range, crcs: Sequence[int]) -> list[bytes]:
-    """Copy blocks out of the staging area, then check the copies: nobody can change those any more."""
-    assert handoff.staging is not None, "blocks are missing, so there is an area for them"
-    payloads = []
-    for block in blocks:
-        payload = handoff.staging.read(block)
-        if block_crc32(payload) != crcs[block]:
-            raise BlocksLost(f"block {handoff.present_blocks + block} arrived damaged")
-        payloads.append(payload)
-    return payloads
-
-
-def _verified_window(handoff: _Handoff, crc: int) -> bytes:
-    """As `_verified`, for the window state."""
-    assert handoff.staging is not None, "a window state travels, so there is an area for it"
-    payload = handoff.staging.read_window()
-    if block_crc32(payload) != crc:
-        raise BlocksLost("the window state arrived damaged")
-    return payload
-
-
-def _disarm(handoff: _Handoff) -> None:
-    if handoff.expiry is not None:
-        handoff.expiry.cancel()
-
-
-def _close(handoff: _Handoff) -> None:
-    if handoff.staging is not None:
-        handoff.staging.close()
-        handoff.staging = None
+            handoff.close()

@@ -29,6 +29,7 @@ _COUNTERS = {
 _WINDOW_COUNTERS = {
     "hits": "Sequences that started from a saved window state.",
     "misses": "Sequences with found blocks for which no usable window state was here.",
+    "saved": "Window states saved.",
     "damaged": "Window states that were not what they should be, and were removed.",
     "evicted": "Window states removed to make room.",
     "dropped": "Window states that were not saved.",
@@ -72,8 +73,14 @@ class DecodeMetrics:
             f"{_PREFIX}_handoff_bytes", "Bytes taken in from prefill.", ["backend"], registry=registry
         )
         self._handoffs = Counter(f"{_PREFIX}_handoffs", "Committed handoffs.", ["backend"], registry=registry)
-        self.kv_write_drops = Counter(
-            f"{_PREFIX}_kv_write_drops", "Blocks that were not written to the KV store.", registry=registry
+        self._aborts = Counter(
+            f"{_PREFIX}_handoff_aborts", "Reservations that were given back.", ["reason"], registry=registry
+        )
+        self._late_writes = Counter(
+            f"{_PREFIX}_handoff_late_writes", "Pieces that came after their reservation's end.", registry=registry
+        )
+        self._write_drops = Counter(
+            f"{_PREFIX}_kv_write_drops", "Blocks that were not written to the KV store.", ["reason"], registry=registry
         )
         self.step_seconds = Histogram(
             f"{_PREFIX}_step_seconds", "Duration of steps.", registry=registry, buckets=_STEP_BUCKETS
@@ -83,3 +90,15 @@ class DecodeMetrics:
         """Count one committed handoff."""
         self._handoffs.labels(backend).inc()
         self._handoff_bytes.labels(backend).inc(num_bytes)
+
+    def count_abort(self, reason: str) -> None:
+        """Count one reservation that did not commit, or was not fetched."""
+        self._aborts.labels(reason).inc()
+
+    def count_late_write(self) -> None:
+        """Count one piece that came too late."""
+        self._late_writes.inc()
+
+    def count_write_drop(self, reason: str, num_blocks: int) -> None:
+        """Count blocks that the store will not get."""
+        self._write_drops.labels(reason).inc(num_blocks)

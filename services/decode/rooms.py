@@ -68,13 +68,13 @@ class Rooms:
             num_holders += 1
             room.reply.set(len(found))
 
-    def write(self, epoch: int, first_block: int, payloads: Sequence[bytes]) -> None:
+    def write(self, epoch: int, first_block: int, payloads: Sequence[memoryview]) -> None:
         """Write verified payloads into the room's blocks. Raises BlocksLost when the epoch holds none."""
         table = self._held(epoch).block_table
         for block, payload in enumerate(payloads, start=first_block):
             self._executor.write_block(table[block], payload)
 
-    def write_window(self, epoch: int, payload: bytes) -> None:
+    def write_window(self, epoch: int, payload: memoryview) -> None:
         """Write a verified state into the room's window. Raises BlocksLost when the epoch holds none."""
         self._executor.write_window(self._held(epoch).window, payload)
 

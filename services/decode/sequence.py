@@ -10,6 +10,7 @@ from kernels.batch import NO_REPLAY, Replay, Sampled, SamplingParams
 from kernels.kv.window import NULL_WINDOW
 from proto.common_pb2 import ImageRef
 from services.chassis.embeddings import ImageFeed
+from services.chassis.kvstore_writer import Origin
 from services.decode.grammar import Guide
 
 
@@ -83,6 +84,8 @@ class DecodeSequence:
     guide: Guide | None = None
     """None: any token may follow."""
     images: ImageFeed = field(default_factory=ImageFeed)
+    origin: Origin = field(default_factory=Origin)
+    """Of its blocks, when they go to the KV store."""
 
     sequence: int = 0
     block_table: list[int] = field(default_factory=list)

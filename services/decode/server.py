@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from prometheus_client import CollectorRegistry
+
 from kernels.kv.pool import BlockPool
 from proto.common_pb2 import FINISH_REASON_ERROR, TokenEvent, TokenFrame
 from proto.decode_pb2 import (
@@ -18,19 +20,27 @@ from proto.decode_pb2 import (
     DecodeLoad,
     DecodeSubmit,
     GetDecodeLoadRequest,
+    HoldReply,
     PushReply,
     ReserveReply,
     ReserveRequest,
 )
-from proto.decode_pb2_grpc import DecodeServicer, add_DecodeServicer_to_server
+from proto.decode_pb2_grpc import (
+    DecodeServicer,
+    IntakeServicer,
+    add_DecodeServicer_to_server,
+    add_IntakeServicer_to_server,
+)
 from proto.events_pb2 import LoadReport
 from services.chassis.embeddings import EmbeddingsRoom, EmbeddingsSource
 from services.chassis.engine_thread import EngineThread
 from services.chassis.errors import NoReplica, to_stream_error
-from services.chassis.handoff import StagingFolder
-from services.chassis.kvstore_client import BlockWriter
+from services.chassis.handoff import StagingFolder, socket_target
+from services.chassis.kvstore_client import Stores
+from services.chassis.kvstore_writer import BlockWriter
 from services.chassis.load_reports import report_load
 from services.chassis.request_tasks import RequestStream, RequestTasks
+from services.chassis.server import HouseServer
 from services.chassis.service import Service
 from services.chassis.telemetry import log
 from services.decode.config import DecodeSettings
@@ -101,7 +111,7 @@ class Servicer(DecodeServicer):
                 self._submit(command.submit, stream)
             case "cancel":
                 self.tasks.cancel(command.cancel.request_id, command.cancel.reason)
-                self._around.intake.abort_request(command.cancel.request_id)
+                self._around.intake.refuse_request(command.cancel.request_id)
 
     def _submit(self, submit: DecodeSubmit, stream: Stream) -> None:
         request_id = submit.request.request_id
@@ -110,6 +120,22 @@ class Servicer(DecodeServicer):
             stream.send(TokenEvent(request_id=request_id, finish_reason=FINISH_REASON_ERROR, error=refusal))
             return
         stream.start(request_id, AnswerFlow(submit, self._around, stream.send).run())
+
+
+class HoldServicer(IntakeServicer):
+    """Hold, over the same intake."""
+
+    def __init__(self, intake: Intake) -> None:
+        self._intake = intake
+
+    def Hold(self, request: ReserveRequest, context: Any) -> AsyncIterator[HoldReply]:  # noqa: ARG002 - gRPC's signature
+        return self._intake.hold(request)
+
+
+def add_to_server(replica: Replica, server: grpc.aio.Server) -> None:
+    """Serve all that a replica offers."""
+    add_DecodeServicer_to_server(replica.servicer, server)
+    add_IntakeServicer_to_server(HoldServicer(replica.intake), server)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +158,9 @@ def assemble(
     boot_id: str,
     max_batch: int,
     folder: Path | None,
+    socket_name: str = "",
     channel: Callable[[str], grpc.aio.Channel],
-    kvstore: grpc.aio.Channel | None = None,
+    kvstore: Stores | None = None,
     windows: WindowWorker | None = None,
     grammars: GrammarFactory | None = None,
     recompute_tokens: int = RECOMPUTE_TOKENS,
@@ -142,14 +169,15 @@ def assemble(
 ) -> Replica:
     """Put engine, intake and servicer together around a loaded model; the thread drives the engine from here on.
 
-    folder: private and in shared memory; None takes blocks over gRPC only.  channel: the cached one to an address.
+    folder: private and in shared memory; None takes blocks over gRPC only.  socket_name: of the abstract unix socket
+    that the caller serves the replica on as well, if any.  channel: the cached one to an address.
     windows: the host's saved window states; None keeps and finds none.  grammars: None obeys none.
     """
     writer = None
     if kvstore is not None:
-        on_drop: Callable[[int], None] = metrics.kv_write_drops.inc
-        fingerprint = executor.fingerprint
-        writer = BlockWriter(kvstore, fingerprint=fingerprint, max_bytes=WRITEBACK_BYTES, on_drop=on_drop)
+        writer = BlockWriter(
+            kvstore, fingerprint=executor.fingerprint, max_bytes=WRITEBACK_BYTES, on_drop=metrics.count_write_drop
+        )
     states = States(executor, windows)
     engine = DecodeEngine(
         executor,
@@ -170,7 +198,8 @@ def assemble(
         replica=replica,
         boot_id=boot_id,
         folder=folder,
-        on_bytes=metrics.count_handoff,
+        socket_name=socket_name,
+        counters=metrics,
         wait_seconds=wait_seconds,
         reservation_seconds=reservation_seconds,
     )
@@ -205,7 +234,8 @@ async def build(service: Service) -> None:
         boot_id=service.boot_id,
         max_batch=settings.max_batch,
         folder=folder.path if folder is not None else None,
-        kvstore=service.channel(settings.kvstore_address, "kvstore") if settings.kvstore_address else None,
+        socket_name=f"fathom-{service.boot_id}",
+        kvstore=Stores.of(settings.kvstore_address, lambda address: service.channel(address, "kvstore")),
     )
     service.on_drain(replica.servicer.tasks.drain)
     if replica.writer is not None:
@@ -215,7 +245,22 @@ async def build(service: Service) -> None:
     service.metrics.register(LoadCollector(lambda: engine.load))
     service.spawn(report_load(service.bus.publish_load, lambda: _report(service, engine.load)), "load reports")
     service.advertise(model=card_of(executor, settings.model), total_blocks=engine.load.total_blocks)
-    add_DecodeServicer_to_server(replica.servicer, service.server)
+    add_to_server(replica, service.server)
+    await _serve_neighbours(service, replica, f"fathom-{service.boot_id}")
+
+
+async def _serve_neighbours(service: Service, replica: Replica, socket_name: str) -> None:
+    """Serve on an abstract unix socket too: for Push it is faster than loopback TCP, and it needs no shared folder."""
+    server = HouseServer(CollectorRegistry())  # its calls are counted by the intake; the house's counts are the port's
+    add_to_server(replica, server)
+    server.complete()
+    server.add_insecure_port(socket_target(socket_name))
+    await server.start()
+
+    async def close() -> None:
+        await server.stop(0)
+
+    service.on_stop(close)
 
 
 def _staging_folder(service: Service) -> StagingFolder | None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from services.chassis.kvstore_client import BlockWriter, StoredBlock
+from services.chassis.kvstore_writer import BlockWriter, Origin, StoredBlock
 
 if TYPE_CHECKING:
     from kernels.executor import Executor
@@ -21,7 +22,7 @@ class Writeback:
         self._executor = executor
         self._writer = writer
 
-    def offer(self, key: bytes, block_id: int) -> None:
-        """Copy one full block, or drop it (counted) when the store cannot keep up: the engine never waits for it."""
+    def offer(self, origin: Origin, keys: Sequence[bytes], block: int, block_id: int) -> None:
+        """Copy one full block of a chain; the queue drops its oldest (counted) when the store cannot keep up."""
         if self._writer is not None and self._writer.has_room(self._executor.layout.block_bytes):
-            self._writer.put(StoredBlock(key, self._executor.read_block(block_id)))
+            self._writer.put(StoredBlock.of_chain(keys, block, self._executor.read_block(block_id), origin))

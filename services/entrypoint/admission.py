@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 
-from proto.common_pb2 import ModelCard, Request
+from proto.common_pb2 import ModelCard, Request, RetentionClass
 from services.chassis.block_keys import key_root
 from services.chassis.errors import BadImage, InvalidRequest, Overloaded, PromptTooLong
 from services.chassis.images import MAX_ENCODED_BYTES
@@ -44,6 +44,10 @@ def check(request: Request, card: ModelCard) -> None:
         raise InvalidRequest("max_tokens must be at least 1", field="max_tokens")
     if request.images and not card.takes_images:
         raise BadImage(f"model {card.name!r} takes no images: send text only", field="messages")
+    if request.retention not in RetentionClass.values():  # proto3 lets unknown numbers through
+        raise InvalidRequest(
+            f"retention class {request.retention} is not one that blocks are kept by", field="retention"
+        )
     text = _text_around_images(request, card.vocab_tokens)
     _check_token_ids(request, text, card.vocab_tokens)
 

@@ -34,6 +34,7 @@ class Answer:
         """Forward prefill's token. Cached tokens are prefill's to know: decode finds all of its KV handed over."""
         self._usage.cached_tokens = first.cached_tokens
         self.begun_seconds = time.monotonic()
+        first.token.prompt_logprobs.extend(first.prompt_logprobs)
         self._forward(first.token, with_usage=True)
 
     def add(self, event: TokenEvent) -> None:

@@ -5,6 +5,7 @@ from typing import ClassVar
 from pydantic import Field, SecretStr, field_validator
 
 from services.chassis.config import ServiceSettings, settings_config
+from services.chassis.kvstore_shards import parse_replicas
 
 CLUSTER_KEY_BYTES = 32
 
@@ -22,7 +23,8 @@ class EntrypointSettings(ServiceSettings):
     """host:port of the decode balancer."""
 
     kvstore_address: str = ""
-    """host:port of the KV store. Empty, or away: every prompt counts as not stored."""
+    """host:port of the KV store, or of each replica with its lasting name: a=host:port,b=host:port, the same text
+    everywhere. Empty, or away: every prompt counts as not stored."""
 
     vision_address: str = ""
     """host:port of the image encoder. Empty: images are refused for now, even for a model that takes them."""
@@ -32,6 +34,12 @@ class EntrypointSettings(ServiceSettings):
 
     max_requests: int = Field(default=256, ge=1)
     """Requests in flight here. More are refused at once: they would only wait, and the caller can go elsewhere."""
+
+    @field_validator("kvstore_address")
+    @classmethod
+    def _names_replicas(cls, value: str) -> str:
+        parse_replicas(value)
+        return value
 
     @field_validator("cluster_key")
     @classmethod

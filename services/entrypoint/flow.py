@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from proto.kvstore_pb2 import LookupRequest
 from services.chassis import names
 from services.chassis.block_keys import block_keys, image_extras
-from services.chassis.errors import BlocksLost, FathomError, InternalError, NoReplica, Overloaded
-from services.chassis.telemetry import SpanKind, log, span
+from services.chassis.errors import BlocksLost, InternalError, NoReplica, Overloaded
+from services.chassis.telemetry import SpanKind, span
 from services.entrypoint.bookings import Booking, book_decode, book_prefill
 from services.entrypoint.images import encode_images
 from services.entrypoint.legs import DecodeLeg, PrefillLeg
@@ -73,15 +73,17 @@ async def look_up_hit(request: Request, card: ModelCard, peers: Peers) -> int:
     with span("kvstore.lookup", kind=SpanKind.CLIENT) as hop:
         extra = image_extras(request.images, block_tokens=card.block_tokens)
         keys = block_keys(request.key_root, tokens, block_tokens=card.block_tokens, extra=extra)[:MAX_LOOKUP_BLOCKS]
-        ask = LookupRequest(block_keys=keys, fingerprint=request.fingerprint)
-        try:
-            reply = await peers.kvstore.Lookup(ask, timeout=LOOKUP_SECONDS)
-        except FathomError as error:
-            log.warning("entrypoint.lookup.failed", error=error.kind)
-            peers.metrics.lookup_failures.inc()
-            return 0
-        hop.set_attribute(names.BLOCKS, reply.num_blocks)
-    hit_tokens = min(reply.num_blocks, len(keys)) * card.block_tokens
+        ask = LookupRequest(
+            fingerprint=request.fingerprint,
+            request_id=request.request_id,  # a lease: what is found now is still there when prefill reads it
+            tenant=request.tenant,
+            retention=request.retention,
+        )
+        hit = await peers.kvstore.look_up(keys, ask, seconds=LOOKUP_SECONDS)
+        hop.set_attribute(names.BLOCKS, hit.num_blocks)
+    hit_tokens = hit.num_blocks * card.block_tokens
+    peers.metrics.lookup_failures.inc(hit.num_failed > 0)
+    peers.metrics.pending_hit_tokens.inc(hit.num_pending * card.block_tokens)
     peers.metrics.hit_tokens.inc(hit_tokens)
     return hit_tokens
 

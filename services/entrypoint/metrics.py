@@ -22,7 +22,14 @@ class EntrypointMetrics:
             "fathom_entrypoint_retries", "Parts of requests started again elsewhere.", ["leg"], registry=registry
         )
         self.lookup_failures = Counter(
-            "fathom_entrypoint_lookup_failures", "Requests served without asking the KV store.", registry=registry
+            "fathom_entrypoint_lookup_failures",
+            "Requests for which a replica of the KV store gave no answer.",
+            registry=registry,
+        )
+        self.pending_hit_tokens = Counter(
+            "fathom_entrypoint_pending_hit_tokens",
+            "Of the hit tokens, those whose blocks were still being written.",
+            registry=registry,
         )
         self.hit_tokens = Counter(
             "fathom_entrypoint_hit_tokens", "Prompt tokens that the KV store said it holds.", registry=registry

@@ -10,14 +10,15 @@ from proto.common_pb2 import Heartbeat, TokenEvent, TokenFrame
 from proto.decode_lb_pb2_grpc import DecodeLbStub
 from proto.decode_pb2 import DecodeCommand
 from proto.decode_pb2_grpc import DecodeStub
-from proto.kvstore_pb2_grpc import KvstoreStub
 from proto.prefill_lb_pb2_grpc import PrefillLbStub
 from proto.prefill_pb2 import PrefillCommand, PrefillEvent, PrefillFrame
 from proto.prefill_pb2_grpc import PrefillStub
 from proto.vision_pb2_grpc import VisionStub
 from services.chassis.errors import FathomError
+from services.chassis.kvstore_shards import parse_replicas
 from services.chassis.streams import PeerStream
 from services.chassis.telemetry import log
+from services.entrypoint.lookup import KvstoreReplicas
 
 if TYPE_CHECKING:
     from grpc import aio
@@ -42,8 +43,8 @@ class Peers:
         boot_id: str,
     ) -> None:
         """channel: address -> channel, cached and closed by its owner. boot_id: ours, for heartbeats."""
-        store = settings.kvstore_address
-        self.kvstore = KvstoreStub(channel(store)) if store else None
+        stores = parse_replicas(settings.kvstore_address)
+        self.kvstore = KvstoreReplicas(stores, channel) if stores else None
         vision = settings.vision_address
         self.vision = VisionStub(channel(vision)) if vision else None
         self.prefill_lb = PrefillLbStub(channel(settings.prefill_lb_address))

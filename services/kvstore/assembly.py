@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 
 from proto.kvstore_pb2 import BlockChunk
 from services.chassis.errors import InvalidRequest
+from services.kvstore.format import KEY_BYTES, TENANT_BYTES
 from services.kvstore.segments import Block
 
-KEY_BYTES = 32
 MAX_CHUNK_BYTES = 2 << 20
 
 
@@ -18,6 +18,8 @@ class BlockAssembly:
     fingerprint: bytes
     block_bytes: int
     is_kept: bool
+    retention: int = 0
+    tenant: str = ""
     """False when the store has the block already: pieces are checked and dropped, and no memory is taken."""
     received_bytes: int = 0
     _payload: bytearray = field(default_factory=bytearray)
@@ -31,7 +33,9 @@ class BlockAssembly:
             raise InvalidRequest(
                 f"block_bytes is {chunk.block_bytes}; this store takes 1 to {max_block_bytes}", field="block_bytes"
             )
-        return cls(chunk.block_key, chunk.fingerprint, chunk.block_bytes, is_kept)
+        if len(chunk.tenant.encode()) > TENANT_BYTES:
+            raise InvalidRequest(f"a tenant's name has at most {TENANT_BYTES} bytes", field="tenant")
+        return cls(chunk.block_key, chunk.fingerprint, chunk.block_bytes, is_kept, chunk.retention, chunk.tenant)
 
     @property
     def held_bytes(self) -> int:
@@ -70,7 +74,8 @@ class BlockAssembly:
 
     def finish(self, last: BlockChunk) -> Block:
         """Return the block; its CRC-32, which came with the last chunk, is checked by the writer thread."""
-        return Block(self.key, self.fingerprint, self._payload, last.block_crc32, last.retention)
+        retention = self.retention or last.retention
+        return Block(self.key, self.fingerprint, self._payload, last.block_crc32, retention, self.tenant)
 
 
 def check_key(value: bytes, name: str) -> None:

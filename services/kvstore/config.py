@@ -15,10 +15,31 @@ class KvstoreSettings(ServiceSettings):
     model_config = settings_config("kvstore")
 
     path: Path = Path(".fathom/kv")
-    """Folder of the segment files, created if need be. One store at a time; only *.seg and `lock` in it are ours."""
+    """Folder of the segment files, created if need be. One store at a time; *.seg, lock, keys and reads.sock in it are
+    ours."""
 
     max_bytes: int = Field(default=20 << 30, ge=1 << 20)
-    """Cap on the segment files together; the coldest go when a new block needs room. No block may exceed half of it."""
+    """Cap on the disk that the segment files take together; above 90 % of it the coldest go. No block may exceed
+    half of it."""
 
     segment_bytes: int = Field(default=256 << 20, ge=64 << 10)
-    """When a segment file is full; also what one eviction frees. A quarter of `max_bytes` if that is less."""
+    """When a segment file is full; also what one eviction frees. A sixteenth of `max_bytes` if that is less."""
+
+    agent_seconds: float = Field(default=3 * 86_400.0, gt=0)
+    """How long blocks of agent loops live after they were written or refreshed."""
+
+    chat_seconds: float = Field(default=7 * 86_400.0, gt=0)
+    """The same for chat turns. Blocks of no class live until their room is needed."""
+
+    quota_bytes: dict[str, int] = Field(default_factory=dict)
+    """Most payload that a tenant may hold, by its name, "*" for all others: {"*": 10737418240}. A tenant over its quota
+    loses its own coldest blocks, and nobody else's. Empty: no quotas."""
+
+    encryption_key_file: str = ""
+    """File with the master key (32 bytes, or 64 hex digits) that wraps a key of each tenant. Empty: not encrypted."""
+
+    object_store_url: str = Field(default="", pattern=r"^$|^s3://[^/\s]+(/\S*)?$|^file:///\S+$")
+    """Where sealed segments go too, for all replicas to find: s3://BUCKET/PREFIX or file:///FOLDER. Empty: nowhere."""
+
+    object_store_options_file: str = ""
+    """JSON file with endpoint, credentials and patience for it (docs/adr/0014-kv-objects.md). Empty: the defaults."""

@@ -7,7 +7,10 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
-_NAME = re.compile(r"(\d{12})-([0-9a-f]{16})\.seg")
+CLASSES = ("any", "chat", "agent")
+"""By RetentionClass number; the name tells an operator what a file is without opening it."""
+_NAME = re.compile(rf"(\d{{12}})-([0-9a-f]{{16}})-({'|'.join(CLASSES)})\.seg")
+_FORMER_NAME = re.compile(r"\d{12}-[0-9a-f]{16}\.seg")
 
 
 class StoreLockedError(RuntimeError):
@@ -20,23 +23,30 @@ class SegmentFile:
 
     number: int
     epoch: int
+    retention: int
+    """RetentionClass number of all its blocks."""
     path: Path
 
 
-def new_segment_file(folder: Path, number: int) -> SegmentFile:
+def new_segment_file(folder: Path, number: int, retention: int) -> SegmentFile:
     """Name the segment with that number; its epoch is random, so no other life's records can pass for its own."""
     epoch = secrets.randbits(64)
-    return SegmentFile(number, epoch, folder / f"{number:012d}-{epoch:016x}.seg")
+    return SegmentFile(number, epoch, retention, folder / f"{number:012d}-{epoch:016x}-{CLASSES[retention]}.seg")
 
 
 def segment_files(folder: Path) -> list[SegmentFile]:
     """Return the segments directly in a folder, oldest first. Files with other names are not ours and stay."""
     found = [
-        SegmentFile(int(match[1]), int(match[2], 16), path)
+        SegmentFile(int(match[1]), int(match[2], 16), CLASSES.index(match[3]), path)
         for path in folder.iterdir()
         if (match := _NAME.fullmatch(path.name))
     ]
     return sorted(found, key=lambda one: (one.number, one.epoch))
+
+
+def former_files(folder: Path) -> list[Path]:
+    """Return segments of the format before this one: nothing reads them, and they would count against no cap."""
+    return [path for path in folder.iterdir() if _FORMER_NAME.fullmatch(path.name)]
 
 
 def lock(folder: Path) -> int:

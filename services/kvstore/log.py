@@ -1,19 +1,20 @@
-"""How do batches of blocks become durable records in a row of segment files?
+"""How do batches of blocks become durable records in rows of segment files, one row a class?
 
 Runs in the one writer thread; the store tells it what to remove and what to append, and publishes what it returns.
 """
 
 import errno
-import time
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import structlog
 
-from services.kvstore.directory import SegmentFile, new_segment_file
+from services.kvstore.directory import CLASSES, SegmentFile, new_segment_file
+from services.kvstore.disk import Disk, physical_bytes
 from services.kvstore.index import BlockLocation
-from services.kvstore.segments import Block, SegmentWriter
+from services.kvstore.retention import RetentionPolicy
+from services.kvstore.segments import Block, SegmentWriter, load_segment, reserved_ahead, seal_again
 
 _log = structlog.get_logger()
 
@@ -24,6 +25,7 @@ class SegmentSize:
 
     file: SegmentFile
     num_bytes: int
+    physical_bytes: int
     is_active: bool
 
 
@@ -33,39 +35,50 @@ class Appended:
 
     locations: list[BlockLocation | None]
     segments: dict[int, SegmentSize] = field(default_factory=dict)
+    sealed: list[tuple[SegmentFile, Sequence[BlockLocation]]] = field(default_factory=list)
+    """Segments that got their footer, with all their records."""
 
 
 class SegmentLog:
-    """Appends to an active segment and seals it when full. Files of earlier lives are never appended to."""
+    """Appends to one active segment a class, and seals it when it is full or its hour is over.
 
-    def __init__(self, folder: Path, *, next_number: int, segment_bytes: int) -> None:
-        self._folder = folder
+    Files of earlier lives are never appended to.
+    """
+
+    def __init__(self, disk: Disk, policy: RetentionPolicy, *, next_number: int, segment_bytes: int) -> None:
+        self._disk = disk
+        self._policy = policy
         self._next_number = next_number
         self._segment_bytes = segment_bytes
-        self._active: SegmentWriter | None = None
+        self._active: dict[int, SegmentWriter] = {}
 
-    def append(self, blocks: Sequence[Block]) -> Appended:
-        """Write blocks and sync them once; after a disk error give up those that were not yet durable."""
+    @property
+    def ahead_bytes(self) -> int:
+        """Most disk that a batch may take beyond its records: each class may open a segment."""
+        return len(CLASSES) * reserved_ahead(self._segment_bytes)
+
+    def append(self, blocks: Sequence[Block], *, now: float) -> Appended:
+        """Write blocks and sync them once a class; after a disk error give up those that were not yet durable."""
         result = Appended(locations=[None] * len(blocks))
-        unsynced: list[tuple[int, BlockLocation]] = []
-        try:
-            for position, block in enumerate(blocks):
-                if self._active is not None and self._active.is_full_for(block, self._segment_bytes):
-                    self._seal(self._active, result)
-                    self._settle(unsynced, result)
-                if self._active is None:
-                    self._active = SegmentWriter(new_segment_file(self._folder, self._next_number))
-                    self._next_number += 1
-                unsynced.append((position, self._active.append(block, created_seconds=time.time())))
-            if self._active is not None and unsynced:
-                self._active.sync()
-                result.segments[self._active.file.number] = SegmentSize(
-                    self._active.file, self._active.disk_bytes, is_active=True
-                )
-                self._settle(unsynced, result)
-        except OSError as exc:
-            self._abandon(exc, result)
+        for retention in dict.fromkeys(block.retention for block in blocks):
+            places = [place for place, block in enumerate(blocks) if block.retention == retention]
+            try:
+                self._append(retention, places, blocks, now, result)
+            except OSError as exc:
+                self._abandon(retention, exc, result)
         return result
+
+    def seal_due(self, now: float) -> Appended:
+        """Seal active segments whose hour is over."""
+        return self._seal_where(lambda writer: self._is_over(writer, now))
+
+    def seal_older(self, than: float) -> Appended:
+        """Seal active segments that were opened before that moment."""
+        return self._seal_where(lambda writer: writer.opened_seconds < than)
+
+    def close(self) -> Appended:
+        """Seal the active segments."""
+        return self._seal_where(lambda _: True)
 
     def remove(self, files: Iterable[SegmentFile]) -> list[SegmentFile]:
         """Delete segment files; return those that are gone."""
@@ -79,34 +92,90 @@ class SegmentLog:
                 gone.append(file)
         return gone
 
-    def close(self) -> Appended:
-        """Seal the active segment."""
+    @staticmethod
+    def empty(files: Iterable[SegmentFile]) -> None:
+        """Give back the bytes of files, also to those who have them open. Raises OSError."""
+        for file in files:
+            if file.path.exists():
+                os.truncate(file.path, 0)
+
+    def erase(self, file: SegmentFile, gone: Sequence[BlockLocation], ranges: Sequence[tuple[int, int]]) -> SegmentSize:
+        """Make the bytes of records unreadable for good, and forget that they were here. Raises OSError.
+
+        The bytes go first: when the process dies between the two, the footer still names them, so that repeating the
+        deletion finds them; reading finds no record.
+        """
+        self._disk.erase(file.path, ranges)
+        active = self._active.get(file.retention)
+        if active is not None and active.file == file:
+            active.forget(gone)
+            return self._size(file, active.disk_bytes, is_active=True)
+        loaded = load_segment(file)
+        names = set(gone)
+        num_bytes = seal_again(file, [one for one in loaded.locations if one not in names], loaded.end_bytes)
+        return self._size(file, num_bytes, is_active=False)
+
+    def _append(self, retention: int, places: list[int], blocks: Sequence[Block], now: float, result: Appended) -> None:
+        active = self._active.get(retention)
+        if active is not None and self._is_over(active, now):
+            self._seal(active, result)
+        left = places
+        while left:
+            active = self._active.get(retention)
+            if active is None:
+                active = self._start(retention, now)
+            count = active.num_fitting([blocks[place] for place in left])
+            if count:
+                locations = active.append([blocks[place] for place in left[:count]], now=now)
+            if count < len(left):
+                self._seal(active, result)
+            else:
+                active.sync()
+                result.segments[active.file.number] = self._size(active.file, active.disk_bytes, is_active=True)
+            if count:
+                for place, location in zip(left, locations, strict=False):
+                    result.locations[place] = location
+            left = left[count:]
+
+    def _start(self, retention: int, now: float) -> SegmentWriter:
+        file = new_segment_file(self._disk.folder, self._next_number, retention)
+        self._next_number += 1
+        writer = SegmentWriter(
+            self._disk, file, slot=self._policy.slot(retention, now), segment_bytes=self._segment_bytes, now=now
+        )
+        self._active[retention] = writer
+        return writer
+
+    def _is_over(self, writer: SegmentWriter, now: float) -> bool:
+        return writer.slot != self._policy.slot(writer.file.retention, now)
+
+    def _seal_where(self, is_due: Callable[[SegmentWriter], bool]) -> Appended:
         result = Appended(locations=[])
-        if self._active is not None:
-            try:
-                self._seal(self._active, result)
-            except OSError as exc:
-                self._abandon(exc, result)
+        for retention, writer in list(self._active.items()):
+            if is_due(writer):
+                try:
+                    self._seal(writer, result)
+                except OSError as exc:
+                    self._abandon(retention, exc, result)
         return result
 
     def _seal(self, active: SegmentWriter, result: Appended) -> None:
         active.seal()
-        self._active = None
-        result.segments[active.file.number] = SegmentSize(active.file, active.disk_bytes, is_active=False)
+        del self._active[active.file.retention]
+        result.segments[active.file.number] = self._size(active.file, active.disk_bytes, is_active=False)
+        result.sealed.append((active.file, active.locations))
 
-    def _abandon(self, exc: OSError, result: Appended) -> None:
+    def _abandon(self, retention: int, exc: OSError, result: Appended) -> None:
         """Leave the file that failed: after a failed sync nobody knows which of its unsynced pages reached the disk."""
         _log.error("kvstore.write.failed", errno=_errno_name(exc))
-        if self._active is not None:
-            kept_bytes = self._active.abandon()
-            result.segments[self._active.file.number] = SegmentSize(self._active.file, kept_bytes, is_active=False)
-            self._active = None
+        active = self._active.pop(retention, None)
+        if active is not None:
+            kept_bytes = active.abandon()
+            result.segments[active.file.number] = self._size(active.file, kept_bytes, is_active=False)
 
     @staticmethod
-    def _settle(unsynced: list[tuple[int, BlockLocation]], result: Appended) -> None:
-        for position, location in unsynced:
-            result.locations[position] = location
-        unsynced.clear()
+    def _size(file: SegmentFile, num_bytes: int, *, is_active: bool) -> SegmentSize:
+        return SegmentSize(file, num_bytes, physical_bytes(file.path) if num_bytes else 0, is_active)
 
 
 def _errno_name(exc: OSError) -> str:

@@ -1,18 +1,21 @@
 """How is a segment file written, read and recovered?
 
-Blocking file work only, for a thread: no index, no policy. Buffered appends, then one fdatasync for a batch.
+Blocking file work only, for a thread: no index, no policy. Appends past the page cache, then one fdatasync for a batch.
 """
 
 import errno
 import os
-import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from isal.isal_zlib import crc32 as checksum
+
 from services.kvstore.directory import SegmentFile, sync_folder
+from services.kvstore.disk import Disk
 from services.kvstore.format import (
     ALIGN_BYTES,
     HEADER_BYTES,
+    RECORD_MAGIC,
     TRAILER_BYTES,
     Trailer,
     aligned,
@@ -24,14 +27,19 @@ from services.kvstore.format import (
     parse_trailer,
     record_bytes,
 )
-from services.kvstore.index import BlockLocation
+from services.kvstore.index import SEAL_BYTES, BlockLocation
 
 _SCAN_PIECE_BYTES = 1 << 20
+_MAX_AHEAD_BYTES = 32 << 20
 _DAMAGE_ERRNOS = frozenset({errno.EIO, errno.ENOENT, errno.ESTALE, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN})
 
 
 class DamagedBlockError(Exception):
-    """The bytes on disk are not the block that the index promised."""
+    """The bytes on disk are not the block that the index promised. `fault`: "header", "payload" or "missing"."""
+
+    def __init__(self, fault: str, where: str) -> None:
+        super().__init__(f"{fault} {where}")
+        self.fault = fault
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +48,19 @@ class Block:
 
     key: bytes
     fingerprint: bytes
-    payload: bytes | bytearray
+    payload: bytes | bytearray | memoryview
+    """The bytes to store."""
     crc32: int
+    """Of these bytes."""
     retention: int = 0
+    tenant: str = ""
+    flags: int = 0
+    """ENCRYPTED when `payload` is sealed."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Length of the payload as its writer gave it."""
+        return len(self.payload) - SEAL_BYTES * (self.flags & 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,48 +70,77 @@ class LoadedSegment:
     locations: Sequence[BlockLocation]
     end_bytes: int
     """Where the last good record ends."""
-    num_damaged: int
-    """Records whose header is whole and whose payload is not; only a scan can see them."""
+    damaged: Sequence[BlockLocation]
+    """Records whose header is whole and whose bytes are not; only a scan can see them."""
     is_sealed: bool
-    """True when the footer was whole; False when the records were found by a scan and every payload was verified."""
+    """True when the footer was whole; False when the records were found by a scan and every one was verified."""
+
+
+def reserved_ahead(segment_bytes: int) -> int:
+    """Return how much disk an open segment may hold beyond its records: long pieces, yet little of a small cap."""
+    return aligned(min(_MAX_AHEAD_BYTES, segment_bytes // 4))
 
 
 class SegmentWriter:
     """Appends records to a new file. After any OSError only abandon() may be called."""
 
-    def __init__(self, file: SegmentFile) -> None:
+    def __init__(self, disk: Disk, file: SegmentFile, *, slot: int, segment_bytes: int, now: float) -> None:
         self.file = file
+        self.slot = slot
         self.end_bytes = 0
+        self.locations: list[BlockLocation] = []
+        self.opened_seconds = now
+        self._disk = disk
+        self._segment_bytes = segment_bytes
         self._synced_bytes = 0
-        self._locations: list[BlockLocation] = []
-        self._fd = os.open(file.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._reserved_bytes = 0
+        self._fd = disk.open(file.path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
 
     @property
     def disk_bytes(self) -> int:
         """Size of the file once sealed."""
-        return self.end_bytes + footer_bytes(len(self._locations))
+        return self.end_bytes + footer_bytes(self.locations)
 
-    def is_full_for(self, block: Block, segment_bytes: int) -> bool:
-        """Return whether the block must start a new segment. An empty segment takes a block of any size."""
-        return self.end_bytes > 0 and self.end_bytes + record_bytes(len(block.payload)) > segment_bytes
+    def num_fitting(self, blocks: Sequence[Block]) -> int:
+        """Return how many leading blocks still go into this segment. An empty one takes a block of any size."""
+        end = self.end_bytes
+        for count, block in enumerate(blocks):
+            end += record_bytes(len(block.payload))
+            if end > self._segment_bytes and (count or self.end_bytes):
+                return count
+        return len(blocks)
 
-    def append(self, block: Block, *, created_seconds: float) -> BlockLocation:
-        """Write one record behind the last. It is durable, and may be published, only after sync() or seal()."""
-        location = BlockLocation(
-            block.key,
-            block.fingerprint,
-            self.file.number,
-            self.end_bytes,
-            len(block.payload),
-            block.crc32,
-            block.retention,
-        )
-        header = pack_header(location, epoch=self.file.epoch, created_seconds=created_seconds)
-        padding = bytes(aligned(len(block.payload)) - len(block.payload))
-        _write_all(self._fd, [header, block.payload, padding], self.end_bytes)
-        self.end_bytes += record_bytes(len(block.payload))
-        self._locations.append(location)
-        return location
+    def append(self, blocks: Sequence[Block], *, now: float) -> list[BlockLocation]:
+        """Write records behind the last. They are durable, and may be published, only after sync() or seal()."""
+        parts: list[bytes | bytearray | memoryview] = []
+        locations: list[BlockLocation] = []
+        end = self.end_bytes
+        for block in blocks:
+            location = BlockLocation(
+                block.key,
+                block.fingerprint,
+                self.file.number,
+                end,
+                block.block_bytes,
+                block.crc32,
+                self.file.retention,
+                now,
+                block.tenant,
+                block.flags,
+            )
+            locations.append(location)
+            size = len(block.payload)
+            parts += [pack_header(location, epoch=self.file.epoch), block.payload, bytes(aligned(size) - size)]
+            end += record_bytes(size)
+        if end > self._reserved_bytes:
+            wanted = min(reserved_ahead(self._segment_bytes), self._segment_bytes - self._reserved_bytes)
+            length = aligned(max(wanted, end - self._reserved_bytes))
+            self._disk.preallocate(self._fd, self._reserved_bytes, length)
+            self._reserved_bytes += length
+        self._disk.write(self._fd, parts, self.end_bytes)
+        self.end_bytes = end
+        self.locations += locations
+        return locations
 
     def sync(self) -> None:
         """Wait until all records are on the disk."""
@@ -103,11 +150,17 @@ class SegmentWriter:
         self._synced_bytes = self.end_bytes
 
     def seal(self) -> None:
-        """Write the footer and close. The next start reads it instead of scanning."""
-        footer = pack_footer(self._locations, epoch=self.file.epoch, start_bytes=self.end_bytes)
-        _write_all(self._fd, [footer], self.end_bytes)
+        """Write the footer, give back what was reserved behind it, and close. The next start need not scan."""
+        footer = pack_footer(self.locations, epoch=self.file.epoch, start_bytes=self.end_bytes)
+        self._disk.write(self._fd, [footer], self.end_bytes)
+        os.ftruncate(self._fd, self.end_bytes + len(footer))
         self.sync()
         os.close(self._fd)
+
+    def forget(self, gone: Sequence[BlockLocation]) -> None:
+        """Leave blocks that were erased out of the footer."""
+        names = set(gone)
+        self.locations = [one for one in self.locations if one not in names]
 
     def abandon(self) -> int:
         """Give up after an error: cut off what was never synced; return the bytes kept, 0 when the file is gone."""
@@ -124,26 +177,37 @@ class SegmentWriter:
         return self._synced_bytes
 
 
-def read_block(file: SegmentFile, location: BlockLocation) -> memoryview:
-    """Return the payload after checking header, key and CRC-32 against the disk; raise DamagedBlockError otherwise."""
-    wanted = HEADER_BYTES + location.block_bytes
+def read_run(disk: Disk, file: SegmentFile, locations: Sequence[BlockLocation]) -> list[memoryview | DamagedBlockError]:
+    """Return the stored bytes of records that lie one behind the other, or for each what is wrong with it.
+
+    Header, key, place and CRC-32 are checked against the disk. Raises OSError for what is no damage.
+    """
+    start = locations[0].offset_bytes
+    end = locations[-1].offset_bytes + record_bytes(locations[-1].stored_bytes)
     try:
-        fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = disk.open(file.path)
         try:
-            raw = memoryview(os.pread(fd, wanted, location.offset_bytes))
+            raw = disk.read(fd, end - start, start)
         finally:
             os.close(fd)
     except OSError as exc:
-        if exc.errno in _DAMAGE_ERRNOS:
-            raise DamagedBlockError(str(exc)) from exc
-        raise
-    header, payload = raw[:HEADER_BYTES], raw[HEADER_BYTES:]
+        if exc.errno not in _DAMAGE_ERRNOS:
+            raise
+        if len(locations) > 1:  # one bad sector must not cost its neighbours
+            return [found for location in locations for found in read_run(disk, file, [location])]
+        return [DamagedBlockError("missing", f"{file.path.name}: {exc}")]
+    return [_checked(raw[one.offset_bytes - start :], file, one) for one in locations]
+
+
+def _checked(raw: memoryview, file: SegmentFile, location: BlockLocation) -> memoryview | DamagedBlockError:
+    where = f"at {location.offset_bytes} of {file.path.name}"
+    header, stored = raw[:HEADER_BYTES], raw[HEADER_BYTES : HEADER_BYTES + location.stored_bytes]
     found = parse_header(header, segment=file.number, epoch=file.epoch, offset_bytes=location.offset_bytes)
     if found != location:
-        raise DamagedBlockError(f"header at {location.offset_bytes} of {file.path.name}")
-    if len(raw) != wanted or zlib.crc32(payload) != location.crc32:
-        raise DamagedBlockError(f"payload at {location.offset_bytes} of {file.path.name}")
-    return payload
+        return DamagedBlockError("header", where)
+    if len(stored) != location.stored_bytes or checksum(stored) != location.crc32:
+        return DamagedBlockError("payload", where)
+    return stored
 
 
 def load_segment(file: SegmentFile) -> LoadedSegment:
@@ -154,23 +218,23 @@ def load_segment(file: SegmentFile) -> LoadedSegment:
         footer = _read_footer(fd, file, size)
         if footer is not None:
             locations, trailer = footer
-            return LoadedSegment(locations, trailer.start_bytes, 0, is_sealed=True)
+            return LoadedSegment(locations, trailer.start_bytes, (), is_sealed=True)
         return _scan(fd, file, size)
     finally:
         os.close(fd)
 
 
-def seal_recovered(file: SegmentFile, loaded: LoadedSegment) -> int:
-    """Cut a scanned segment behind its last good record and give it a footer; return its new size in bytes."""
+def seal_again(file: SegmentFile, locations: Sequence[BlockLocation], end_bytes: int) -> int:
+    """Cut a closed segment at `end_bytes` and give it a footer of these records; return its new size in bytes."""
     fd = os.open(file.path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        os.ftruncate(fd, loaded.end_bytes)
-        footer = pack_footer(loaded.locations, epoch=file.epoch, start_bytes=loaded.end_bytes)
-        _write_all(fd, [footer], loaded.end_bytes)
+        os.ftruncate(fd, end_bytes)
+        footer = pack_footer(locations, epoch=file.epoch, start_bytes=end_bytes)
+        os.pwrite(fd, footer, end_bytes)
         os.fdatasync(fd)
     finally:
         os.close(fd)
-    return loaded.end_bytes + len(footer)
+    return end_bytes + len(footer)
 
 
 def _read_footer(fd: int, file: SegmentFile, size: int) -> tuple[list[BlockLocation], Trailer] | None:
@@ -180,50 +244,49 @@ def _read_footer(fd: int, file: SegmentFile, size: int) -> tuple[list[BlockLocat
     trailer = parse_trailer(raw, epoch=file.epoch, file_bytes=size)
     if trailer is None:
         return None
-    locations = parse_footer(os.pread(fd, trailer.entries_bytes, trailer.start_bytes), trailer, segment=file.number)
+    locations = parse_footer(os.pread(fd, trailer.body_bytes, trailer.start_bytes), trailer, segment=file.number)
     return None if locations is None else (locations, trailer)
 
 
 def _scan(fd: int, file: SegmentFile, size: int) -> LoadedSegment:
     locations: list[BlockLocation] = []
-    num_damaged = offset = end = 0
-    while offset + HEADER_BYTES <= size:
-        header = os.pread(fd, HEADER_BYTES, offset)
-        location = parse_header(header, segment=file.number, epoch=file.epoch, offset_bytes=offset)
-        if location is None:
-            # Damaged header: its length is unknown, so look for the next record at every place where one may start.
-            offset += ALIGN_BYTES
+    damaged: list[BlockLocation] = []
+    offset = end = 0
+    for place in _headers(fd, size):
+        if place < offset:
+            continue  # inside the record before: payload bytes that look like a header
+        header = os.pread(fd, HEADER_BYTES, place)
+        location = parse_header(header, segment=file.number, epoch=file.epoch, offset_bytes=place)
+        # A damaged header's length is unknown: the next record may start at any place behind it.
+        if location is None or location.retention != file.retention:
             continue
-        if offset + HEADER_BYTES + location.block_bytes > size:
+        if place + HEADER_BYTES + location.stored_bytes > size:
             break  # torn tail: the process died while writing it
-        if _payload_crc32(fd, location) == location.crc32:
+        offset = place + record_bytes(location.stored_bytes)
+        if _stored_crc32(fd, location) == location.crc32:
             locations.append(location)
-            end = offset + record_bytes(location.block_bytes)
+            end = offset
         else:
-            num_damaged += 1
-        offset += record_bytes(location.block_bytes)
-    return LoadedSegment(locations, end, num_damaged, is_sealed=False)
+            damaged.append(location)
+    return LoadedSegment(locations, end, damaged, is_sealed=False)
 
 
-def _payload_crc32(fd: int, location: BlockLocation) -> int:
+def _headers(fd: int, size: int) -> Iterator[int]:
+    """Yield every place that begins like a record; zeros of a tail that was never written are passed quickly."""
+    for start in range(0, size, _SCAN_PIECE_BYTES):
+        piece = os.pread(fd, _SCAN_PIECE_BYTES, start)
+        for at in range(0, len(piece), ALIGN_BYTES):
+            if piece.startswith(RECORD_MAGIC, at):
+                yield start + at
+
+
+def _stored_crc32(fd: int, location: BlockLocation) -> int:
     crc32, done = 0, 0
-    while done < location.block_bytes:
-        wanted = min(_SCAN_PIECE_BYTES, location.block_bytes - done)
+    while done < location.stored_bytes:
+        wanted = min(_SCAN_PIECE_BYTES, location.stored_bytes - done)
         piece = os.pread(fd, wanted, location.offset_bytes + HEADER_BYTES + done)
         if not piece:
             break
-        crc32 = zlib.crc32(piece, crc32)
+        crc32 = checksum(piece, crc32)
         done += len(piece)
     return crc32
-
-
-def _write_all(fd: int, buffers: Sequence[bytes | bytearray | memoryview], offset: int) -> None:
-    """Write all buffers at `offset`; a nearly full disk writes a part first and raises on the rest."""
-    left = [memoryview(buffer) for buffer in buffers if len(buffer)]
-    while left:
-        written = os.pwritev(fd, left, offset)
-        offset += written
-        while left and written >= len(left[0]):
-            written -= len(left.pop(0))
-        if left:
-            left[0] = left[0][written:]

@@ -4,35 +4,56 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 from proto.common_pb2 import RetentionClass
 from proto.kvstore_pb2 import (
+    BadBlock,
     BlockChunk,
+    EvictReply,
+    EvictRequest,
     GetStatsRequest,
     KvstoreStats,
+    LocateReply,
+    LocateRequest,
     LookupReply,
     LookupRequest,
+    PinReply,
+    PinRequest,
     ReadRequest,
+    ReleaseReply,
+    ReleaseRequest,
+    VerifyReport,
+    VerifyRequest,
     WriteReply,
 )
 from proto.kvstore_pb2_grpc import KvstoreServicer, add_KvstoreServicer_to_server
 from services.chassis.errors import DeadlinePassed, InvalidRequest, Overloaded
 from services.chassis.service import Service
 from services.kvstore.admission import CallLimit
-from services.kvstore.assembly import KEY_BYTES, MAX_CHUNK_BYTES, BlockAssembly, check_key
+from services.kvstore.assembly import MAX_CHUNK_BYTES, BlockAssembly, check_key
 from services.kvstore.config import KvstoreSettings
+from services.kvstore.format import KEY_BYTES
+from services.kvstore.local_reads import LocalReads
 from services.kvstore.metrics import register
+from services.kvstore.object_store import attach
+from services.kvstore.reading import StoredBlock
+from services.kvstore.retention import RetentionPolicy
 from services.kvstore.segments import Block
-from services.kvstore.store import Outcome, Store, StoredBlock
+from services.kvstore.stats import stats_of
+from services.kvstore.store import Outcome, Store
+from services.kvstore.tiers import Selection
 
 MAX_KEYS = 8192
-MAX_READS = 16
+MAX_READS = 32
 MAX_WRITES = 16
-"""Calls at once. Each read holds three blocks in memory; what writes hold is bounded by the store's byte budget."""
+"""Calls at once; reads that wait for pending blocks are among them. What each read holds is bounded by its read-ahead,
+what writes hold by the store's byte budget."""
 ROOM_TIMEOUT_SECONDS = 5.0
 CHUNK_TIMEOUT_SECONDS = 30.0
 """A writer silent for longer loses its call: the block it began holds memory that others wait for."""
+MAX_PENDING_SECONDS = 10.0
 
 
 @dataclass(slots=True)
@@ -53,21 +74,41 @@ class _Blocks:
 
 
 class Servicer(KvstoreServicer):
-    """Lookup, Read, Write and GetStats over one store."""
+    """The whole Kvstore service over one store."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, local_reads: LocalReads | None = None) -> None:
         self._store = store
+        self._local_reads = local_reads
         self._reads = CallLimit("Read", MAX_READS)
         self._writes = CallLimit("Write", MAX_WRITES)
+        self._verifications = CallLimit("Verify", 1)
 
     async def Lookup(self, request: LookupRequest, _context: object) -> LookupReply:
-        _check_keys(request)
-        return LookupReply(num_blocks=self._store.lookup(request.fingerprint, request.block_keys))
+        keys = _checked_keys(request)
+        found = await self._store.find(
+            request.fingerprint,
+            keys,
+            request_id=request.request_id,
+            lease_seconds=request.lease_seconds,
+            retention=request.retention,
+        )
+        return LookupReply(
+            num_blocks=found.num_blocks,
+            num_pending=found.num_pending,
+            pending_seconds=found.pending_seconds,
+            lease_seconds=found.lease_seconds,
+        )
 
     async def Read(self, request: ReadRequest, _context: object) -> AsyncIterator[BlockChunk]:
-        _check_keys(request)
+        keys = _checked_keys(request)
+        reading = self._store.read(
+            request.fingerprint,
+            keys,
+            pending_seconds=min(request.pending_seconds, MAX_PENDING_SECONDS),
+            request_id=request.request_id,
+        )
         with self._shedding(), self._reads.slot():
-            async with aclosing(self._store.read(request.fingerprint, request.block_keys)) as blocks:
+            async with aclosing(reading) as blocks:
                 async for block in blocks:
                     for chunk in _pieces(block):
                         yield chunk
@@ -83,31 +124,67 @@ class Servicer(KvstoreServicer):
                 raise
             return await blocks.settle()
 
-    async def GetStats(self, _request: GetStatsRequest, _context: object) -> KvstoreStats:
-        return KvstoreStats(
-            num_blocks=self._store.num_blocks,
-            num_segments=self._store.num_segments,
-            disk_bytes=self._store.disk_bytes,
-            max_bytes=self._store.max_bytes,
-            num_damaged=self._store.counts.damaged_blocks,
-            num_evicted=self._store.counts.evicted_blocks,
+    async def Pin(self, request: PinRequest, _context: object) -> PinReply:
+        keys = _checked_keys(request)
+        if not request.session_id:
+            raise InvalidRequest("a pin needs a session", field="session_id")
+        num_pinned, expires_at = self._store.pin(
+            request.tenant, request.session_id, request.fingerprint, keys, hold_seconds=request.hold_seconds
         )
+        return PinReply(num_pinned=num_pinned, expires_at_unix_seconds=expires_at)
+
+    async def Release(self, request: ReleaseRequest, _context: object) -> ReleaseReply:
+        num_released = self._store.release(request.tenant, request.session_id, request.block_keys)
+        return ReleaseReply(num_released=num_released)
+
+    async def Locate(self, _request: LocateRequest, _context: object) -> LocateReply:
+        local = self._local_reads
+        return LocateReply() if local is None else LocateReply(socket_path=local.path, boot_id=local.boot_id)
+
+    async def GetStats(self, _request: GetStatsRequest, _context: object) -> KvstoreStats:
+        return stats_of(self._store)
+
+    async def Verify(self, request: VerifyRequest, _context: object) -> AsyncIterator[VerifyReport]:
+        with self._verifications.slot():
+            async for report in self._store.verify(max_bytes_per_second=request.max_bytes_per_second):
+                bad = [
+                    BadBlock(block_key=one.key, segment=one.segment, offset_bytes=one.offset_bytes, fault=one.fault)
+                    for one in report.bad
+                ]
+                yield VerifyReport(
+                    num_blocks=report.num_blocks, total_blocks=report.total_blocks, bad=bad, is_last=report.is_last
+                )
+
+    async def Evict(self, request: EvictRequest, _context: object) -> EvictReply:
+        removed = await self._store.evict(_selection(request))
+        return EvictReply(num_blocks=removed.num_blocks, num_bytes=removed.num_bytes)
 
     async def _receive(self, chunks: AsyncIterator[BlockChunk], blocks: _Blocks) -> None:
         while (first := await _next(chunks)) is not None:
             is_kept = not self._store.has(first.fingerprint, first.block_key)
             block = BlockAssembly.start(first, max_block_bytes=self._store.max_block_bytes, is_kept=is_kept)
-            await self._store.room.take(block.held_bytes, timeout_seconds=ROOM_TIMEOUT_SECONDS)
-            try:
-                last = await _fill(block, first, chunks)
-            except BaseException:
-                self._store.room.give_back(block.held_bytes)
-                raise
-            if is_kept:
-                blocks.writes.append(asyncio.create_task(self._write(block.finish(last))))
-            else:
+            if not is_kept:
+                await _fill(block, first, chunks)
                 blocks.num_duplicate += 1
                 self._store.counts.duplicate_blocks += 1
+                continue
+            # From here on the next turn of a conversation, milliseconds behind, knows that it is coming.
+            with self._store.announce(first.fingerprint, first.block_key):
+                await self._take_room(block.held_bytes)
+                try:
+                    last = await _fill(block, first, chunks)
+                except BaseException:
+                    self._store.room.give_back(block.held_bytes)
+                    raise
+                blocks.writes.append(asyncio.create_task(self._write(block.finish(last))))
+                await asyncio.sleep(0)  # the write announces it itself before this does no longer
+
+    async def _take_room(self, num_bytes: int) -> None:
+        try:
+            await self._store.room.take(num_bytes, timeout_seconds=ROOM_TIMEOUT_SECONDS)
+        except Overloaded:
+            self._store.counts.write_drops["memory"] += 1
+            raise
 
     @contextmanager
     def _shedding(self) -> Iterator[None]:
@@ -119,7 +196,8 @@ class Servicer(KvstoreServicer):
 
     async def _write(self, block: Block) -> Outcome:
         try:
-            return await self._store.write(block)
+            with self._store.announce(block.fingerprint, block.key):
+                return await self._store.write(block)
         finally:
             self._store.room.give_back(len(block.payload))
 
@@ -132,11 +210,18 @@ async def build(service: Service) -> None:
         settings.path,
         max_bytes=settings.max_bytes,
         segment_bytes=settings.segment_bytes,
+        policy=RetentionPolicy(settings.agent_seconds, settings.chat_seconds, settings.quota_bytes),
+        encryption_key_file=Path(settings.encryption_key_file) if settings.encryption_key_file else None,
         progress=service.progress,
     )
     service.on_stop(store.close)
+    local_reads = LocalReads.start(store, settings.path, boot_id=service.boot_id)
+    if local_reads is not None:
+        service.on_stop(local_reads.close)
     register(store, service.metrics)
-    add_KvstoreServicer_to_server(Servicer(store), service.server)
+    if settings.object_store_url:
+        attach(service, store, url=settings.object_store_url, options_file=settings.object_store_options_file)
+    add_KvstoreServicer_to_server(Servicer(store, local_reads), service.server)
 
 
 async def _fill(block: BlockAssembly, first: BlockChunk, chunks: AsyncIterator[BlockChunk]) -> BlockChunk:
@@ -172,14 +257,29 @@ def _pieces(block: StoredBlock) -> Iterator[BlockChunk]:
             block_bytes=size,
             offset_bytes=offset,
             data=bytes(block.payload[offset:end]),
-            block_crc32=where.crc32 if end == size else 0,
+            block_crc32=block.crc32 if end == size else 0,
             retention=cast("RetentionClass.ValueType", where.retention),
         )
 
 
-def _check_keys(request: LookupRequest | ReadRequest) -> None:
+def _selection(request: EvictRequest) -> Selection:
+    """Return what an operator wants removed; raise InvalidRequest for nothing at all, or everything and something."""
+    tenant = request.tenant if request.is_tenant_set or request.tenant else None
+    fingerprint = request.fingerprint or None
+    retention = request.retention or None
+    if fingerprint is not None:
+        check_key(fingerprint, "fingerprint")
+    is_narrow = tenant is not None or fingerprint is not None or retention is not None
+    if request.is_all == is_narrow:
+        raise InvalidRequest("name a tenant, a fingerprint or a class, or everything", field="is_all")
+    return Selection(tenant, fingerprint, retention)
+
+
+def _checked_keys(request: LookupRequest | ReadRequest | PinRequest) -> list[bytes]:
     check_key(request.fingerprint, "fingerprint")
     if len(request.block_keys) > MAX_KEYS:
         raise InvalidRequest(f"{len(request.block_keys)} block keys; at most {MAX_KEYS} a call", field="block_keys")
-    if any(len(key) != KEY_BYTES for key in request.block_keys):
+    keys = list(request.block_keys)
+    if set(map(len, keys)) - {KEY_BYTES}:
         raise InvalidRequest(f"a block key does not have {KEY_BYTES} bytes", field="block_keys")
+    return keys

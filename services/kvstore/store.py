@@ -1,38 +1,49 @@
 """Which blocks are stored, and how do they get in and out?
 
-The event loop owns the index, the segment table and the pins; one writer thread and a few reader threads own the files.
-A block enters the index only after its bytes are synced: that insertion is the atomic publish.
+The event loop owns the index, the segment table, leases and pins (catalog.py); one writer thread and a few reader
+threads own the files. This class is the door; the rooms are reading.py, writing.py, upkeep.py and removal.py.
 """
 
 import asyncio
-import zlib
-from collections import deque
+import math
+import time
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 from pathlib import Path
 
-import structlog
+from isal.isal_zlib import crc32 as checksum
 
 from services.chassis.errors import InvalidRequest, Overloaded
 from services.kvstore.admission import ByteBudget
-from services.kvstore.directory import SegmentFile
-from services.kvstore.format import MAX_RECORD_OVERHEAD_BYTES
-from services.kvstore.index import BlockIndex, BlockLocation
-from services.kvstore.log import Appended, SegmentLog
+from services.kvstore.catalog import Catalog, Hit
+from services.kvstore.disk import Disk
+from services.kvstore.encryption import Keyring
+from services.kvstore.format import MAX_RECORD_OVERHEAD_BYTES, TENANT_BYTES
+from services.kvstore.index import ENCRYPTED
+from services.kvstore.log import SegmentLog
+from services.kvstore.meters import Meters, StoreCounts
+from services.kvstore.pending import PendingBlocks
+from services.kvstore.reading import BlockReader, StoredBlock
 from services.kvstore.recovery import Recovered, close_folder, recover
-from services.kvstore.retention import SegmentUse, victims
-from services.kvstore.segments import Block, DamagedBlockError, read_block
-
-_log = structlog.get_logger()
+from services.kvstore.removal import remove
+from services.kvstore.retention import AGENT, UNSPECIFIED, RetentionPolicy
+from services.kvstore.segments import Block
+from services.kvstore.tiers import RemoteBlocks, Removed, SegmentListener, Selection
+from services.kvstore.upkeep import Upkeep
+from services.kvstore.verification import StoreVerification
+from services.kvstore.writing import WriteLine
 
 MAX_BLOCK_BYTES = 64 << 20
 MAX_WAITING_BYTES = 64 << 20
 """Blocks received and not yet on disk, over all writers."""
-READ_AHEAD = 2
-"""Blocks of one read that are on their way from the disk: enough to check one while the next is read."""
-_READER_THREADS = 4
+SEGMENTS_PER_CAP = 16
+"""A segment is at most this part of the cap: one is open for each class, and evictions stay small on small disks."""
+_INLINE_BYTES = 4 << 20
+"""Checked on the event loop: a thread's round trip costs more than a checksum of this many bytes."""
+_PINNED_SHARE = 4  # a quarter of the cap may be pinned where no quota says otherwise
 
 Progress = Callable[[str, int, int], None]
 
@@ -44,270 +55,308 @@ class Outcome(Enum):
     DUPLICATE = "duplicate"
 
 
-@dataclass(slots=True)
-class StoreCounts:
-    """Counted since boot."""
-
-    lookups: int = 0
-    lookup_blocks: int = 0
-    hit_blocks: int = 0
-    read_blocks: int = 0
-    stored_blocks: int = 0
-    duplicate_blocks: int = 0
-    damaged_blocks: int = 0
-    evicted_blocks: int = 0
-    refused_blocks: int = 0
-    shed_calls: int = 0
-
-
-@dataclass(slots=True)
-class _Segment:
-    file: SegmentFile
-    num_bytes: int
-    last_hit: int
-    is_active: bool = False
-    pins: int = 0
-
-
 @dataclass(frozen=True, slots=True)
-class StoredBlock:
-    """A verified block, as read from disk."""
+class Found:
+    """What a lookup found."""
 
-    location: BlockLocation
-    payload: memoryview
+    num_blocks: int
+    num_pending: int
+    pending_seconds: float
+    lease_seconds: float
 
 
 class Store:
     """Blocks of KV under one folder, at most `max_bytes` of disk."""
 
-    def __init__(self, folder: Path, recovered: Recovered, *, max_bytes: int, segment_bytes: int) -> None:
+    def __init__(
+        self,
+        disk: Disk,
+        recovered: Recovered,
+        *,
+        max_bytes: int,
+        segment_bytes: int,
+        policy: RetentionPolicy,
+        keyring: Keyring | None,
+    ) -> None:
         self.max_bytes = max_bytes
-        # One block must fit beside an active segment of the largest size whatever the cap is.
+        # One block must fit beside the active segments whatever the cap is.
         self.max_block_bytes = min(MAX_BLOCK_BYTES, max_bytes // 2 - MAX_RECORD_OVERHEAD_BYTES)
         self.room = ByteBudget(MAX_WAITING_BYTES)
         self.counts = StoreCounts(damaged_blocks=recovered.num_damaged)
-        self._max_batch_bytes = min(MAX_WAITING_BYTES, max_bytes // 4)
-        self._index: BlockIndex = recovered.index
-        self._segments = {
-            file.number: _Segment(file, num_bytes, last_hit=position)
-            for position, (file, num_bytes) in enumerate(recovered.segments)
-        }
-        self._hit_clock = len(self._segments)
+        self.meters = Meters()
+        self.pending = PendingBlocks()
+        self.disk = disk
+        self.catalog = Catalog(recovered.index, recovered.segments, policy)
         self._lock = recovered.lock
+        self._keyring = keyring
         self._log = SegmentLog(
-            folder, next_number=recovered.next_number, segment_bytes=min(segment_bytes, max_bytes // 4)
+            disk,
+            policy,
+            next_number=recovered.next_number,
+            segment_bytes=min(segment_bytes, max_bytes // SEGMENTS_PER_CAP),
         )
-        self._in_flight: dict[tuple[bytes, bytes], asyncio.Future[BlockLocation | None]] = {}
-        self._queue: deque[Block] = deque()
-        self._arrived = asyncio.Event()
+        self.reader = BlockReader(disk, self.catalog, self.pending, keyring, counts=self.counts, meters=self.meters)
+        self._line = WriteLine(
+            disk, self._log, self.catalog, self.reader, max_bytes=max_bytes, counts=self.counts, meters=self.meters
+        )
+        shortest = min(policy.agent_seconds, policy.chat_seconds)
+        self._upkeep = Upkeep(
+            self.catalog, self._log, self._line, self.reader, counts=self.counts, period_seconds=shortest / 20
+        )
+        self._in_flight: dict[tuple[bytes, bytes], asyncio.Future[str]] = {}
         self._is_closing = False
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="kvstore-write")
-        self._readers = ThreadPoolExecutor(_READER_THREADS, thread_name_prefix="kvstore-read")
-        self._loop = asyncio.get_running_loop()
-        self._write_loop = asyncio.create_task(self._write_batches(), name="kvstore-write-loop")
 
     @classmethod
     async def open(
-        cls, folder: Path, *, max_bytes: int, segment_bytes: int, progress: Progress | None = None
+        cls,
+        folder: Path,
+        *,
+        max_bytes: int,
+        segment_bytes: int,
+        policy: RetentionPolicy | None = None,
+        encryption_key_file: Path | None = None,
+        progress: Progress | None = None,
     ) -> "Store":
-        """Lock the folder and rebuild the index from its segments; raise StoreLockedError when another store has it."""
-        recovered = await asyncio.to_thread(recover, folder, progress)
-        store = cls(folder, recovered, max_bytes=max_bytes, segment_bytes=segment_bytes)
-        await store._make_room(0)  # the cap may be lower than in the last life
+        """Lock the folder and rebuild the index from its segments.
+
+        Raises StoreLockedError when another store has it, MasterKeyError for a key file that cannot be used.
+        """
+        policy = policy or RetentionPolicy()
+        keyring = None
+        if encryption_key_file is not None:
+            keyring = await asyncio.to_thread(Keyring.load, folder / "keys", encryption_key_file)
+        recovered = await asyncio.to_thread(recover, folder, policy, time.time(), progress)
+        store = cls(
+            Disk(folder), recovered, max_bytes=max_bytes, segment_bytes=segment_bytes, policy=policy, keyring=keyring
+        )
+        await store._line.run(store._line.settle_in)
         return store
 
     @property
     def num_blocks(self) -> int:
-        return len(self._index)
+        return len(self.catalog.index)
 
     @property
     def num_segments(self) -> int:
-        return len(self._segments)
+        return len(self.catalog.segments)
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes of all segment files, the footer that the active one will get included."""
-        return sum(segment.num_bytes for segment in list(self._segments.values()))
+        """Bytes of all segment files, the footers that the active ones will get included."""
+        return self.catalog.disk_bytes
 
-    def lookup(self, fingerprint: bytes, keys: Collection[bytes]) -> int:
-        """Return how many leading keys are stored under this fingerprint."""
-        found = self._index.longest_prefix(fingerprint, keys)
-        self.counts.lookups += 1
-        self.counts.lookup_blocks += len(keys)
-        self.counts.hit_blocks += len(found)
-        self._touch({location.segment for location in found})
-        return len(found)
+    def connect(self, *, listener: SegmentListener | None = None, remote: RemoteBlocks | None = None) -> None:
+        """Put a tier behind the store. The listener hears of every sealed segment, those of earlier lives first."""
+        self.reader.remote = remote
+        self._line.listener = listener
+        if listener is None:
+            return
+        for number, one in self.catalog.segments.items():
+            locations = sorted(self.catalog.index.blocks_of(number), key=lambda location: location.offset_bytes)
+            if not one.is_active and locations:
+                listener.sealed(self.catalog.sealed(number, locations))
+
+    def lookup(self, fingerprint: bytes, keys: Collection[bytes], *, retention: int = UNSPECIFIED) -> int:
+        """Return how many leading keys are stored under this fingerprint. In memory, no lease."""
+        return len(self._find(fingerprint, keys, retention).locations)
+
+    async def find(
+        self,
+        fingerprint: bytes,
+        keys: Sequence[bytes],
+        *,
+        request_id: str = "",
+        lease_seconds: float = 0.0,
+        retention: int = UNSPECIFIED,
+    ) -> Found:
+        """Return how many leading keys are stored here or behind, and how many of the next are being written.
+
+        With a request id the segments of the found blocks stay readable until the read of that request, or for the
+        lease's time.
+        """
+        hit = self._find(fingerprint, keys, retention)
+        granted = 0.0
+        if request_id and hit.segments:
+            granted = self.catalog.leases.grant(request_id, hit.segments, seconds=lease_seconds, now=time.time())
+        num_blocks = len(hit.locations)
+        num_pending = self._num_pending(fingerprint, keys, num_blocks)
+        if self.reader.remote is not None and not num_pending and num_blocks < len(keys):
+            num_blocks += await self.reader.num_remote(fingerprint, keys[num_blocks:])
+        self.counts.pending_blocks += num_pending
+        return Found(num_blocks, num_pending, self.pending.lag_seconds if num_pending else 0.0, granted)
 
     def has(self, fingerprint: bytes, key: bytes) -> bool:
-        return self._index.find(fingerprint, key) is not None
+        return self.catalog.find(fingerprint, key, time.time()) is not None
 
-    async def read(self, fingerprint: bytes, keys: Iterable[bytes]) -> AsyncGenerator[StoredBlock]:
+    def announce(self, fingerprint: bytes, key: bytes) -> AbstractContextManager[None]:
+        """Count a block as coming while its bytes arrive."""
+        return self.pending.announce((fingerprint, key))
+
+    async def read(
+        self, fingerprint: bytes, keys: Iterable[bytes], *, pending_seconds: float = 0.0, request_id: str = ""
+    ) -> AsyncGenerator[StoredBlock]:
         """Yield the blocks in order, each verified; stop before the first that is missing or damaged.
 
-        The next blocks are read from disk while the caller sends the last one: READ_AHEAD more are in memory.
+        Blocks that are being written are waited for, at most `pending_seconds` in all. The next runs of blocks are read
+        from disk while the caller sends the last one. The lease of `request_id` ends with this.
         """
-        ahead: deque[asyncio.Task[StoredBlock | None]] = deque()
-        left = iter(keys)
-
-        def start_next() -> None:
-            if (key := next(left, None)) is not None:
-                ahead.append(asyncio.create_task(self._read_one(fingerprint, key)))
-
-        for _ in range(READ_AHEAD):
-            start_next()
         try:
-            while ahead:
-                block = await ahead[0]
-                ahead.popleft()
-                if block is None:
-                    return
-                start_next()
+            async for block in self.reader.read(fingerprint, list(keys), pending_seconds=pending_seconds):
                 yield block
         finally:
-            for task in ahead:
-                task.cancel()
+            if request_id:
+                self.catalog.leases.end(request_id)
 
     async def write(self, block: Block) -> Outcome:
         """Store a block and return once it is durable and findable, or was there already (first writer wins).
 
-        The caller holds `room` for the payload. Raises InvalidRequest for a wrong CRC-32 or size, Overloaded when the
-        disk cannot take it; then nothing was published.
+        The caller holds `room` for the payload. Raises InvalidRequest for a wrong CRC-32, size or tenant, Overloaded
+        when the disk or the tenant's quota cannot take it; then nothing was published.
         """
+        self._check(block)
+        if await self._checksum(block) != block.crc32:
+            self.counts.write_drops["crc"] += 1
+            raise InvalidRequest("block_crc32 is not the CRC-32 of the block's bytes", field="block_crc32")
+        name = (block.fingerprint, block.key)
+        started = time.monotonic()
+        with self.pending.announce(name):
+            while name in self._in_flight:
+                await asyncio.wait([self._in_flight[name]])  # then it is either findable or this copy's turn
+            if self.has(*name):
+                self.counts.duplicate_blocks += 1
+                return Outcome.DUPLICATE
+            if self._is_closing:
+                self.counts.write_drops["stopping"] += 1
+                raise Overloaded("the KV store is stopping")
+            done = self._in_flight[name] = self._put(block)
+            done.add_done_callback(partial(self._settle, name))
+            # Shielded: a writer that goes away must not undo what other writers of the same key wait for.
+            refusal = await asyncio.shield(done)
+        if refusal:
+            raise Overloaded(f"the KV store cannot take the block: {refusal}", retry_after=5.0)
+        self.pending.note_lag(time.monotonic() - started)
+        return Outcome.STORED
+
+    def pin(
+        self, tenant: str, session_id: str, fingerprint: bytes, keys: Sequence[bytes], *, hold_seconds: float
+    ) -> tuple[int, float]:
+        """Keep the leading stored blocks from eviction; return how many are pinned, and until when (Unix seconds)."""
+        now = time.time()
+        hit = self.catalog.lookup(fingerprint, keys, wanted=UNSPECIFIED, now=now)
+        pins = self.catalog.pins
+        quota = self.catalog.policy.quota_of(tenant)
+        room = self.max_bytes // _PINNED_SHARE - pins.held_bytes()
+        if quota:
+            room = min(room, quota - pins.held_bytes(tenant))
+        return pins.pin(tenant, session_id, hit.locations, seconds=hold_seconds, now=now, room_bytes=room)
+
+    def release(self, tenant: str, session_id: str, keys: Iterable[bytes] = ()) -> int:
+        """Take back a session's pins (of these keys); return how many there were."""
+        return self.catalog.pins.release(tenant, session_id, keys)
+
+    async def evict(self, selection: Selection) -> Removed:
+        """Remove what matches, for good, here and behind; return once its bytes are gone."""
+        removed = await self.evict_local(selection, math.inf)
+        if self._line.listener is not None:
+            behind = await self._line.listener.evict(selection)
+            removed = Removed(removed.num_blocks + behind.num_blocks, removed.num_bytes + behind.num_bytes)
+        return removed
+
+    async def evict_local(self, selection: Selection, before_unix_seconds: float) -> Removed:
+        """Remove what matches and was written before that moment, here only."""
+        job = partial(
+            remove,
+            selection,
+            self._line,
+            self._log,
+            self.catalog,
+            self._keyring,
+            counts=self.counts,
+            before_unix_seconds=before_unix_seconds,
+        )
+        removed: Removed = await self._line.run(job)
+        return removed
+
+    async def seal_older_than(self, seconds: float) -> None:
+        """Seal every open segment that was opened longer ago."""
+        await self._line.run(lambda: self._line.seal(self._log.seal_older, time.time() - seconds))
+
+    def verify(self, *, max_bytes_per_second: int) -> StoreVerification:
+        """Return a reading of every block that reports as it goes; bad ones are quarantined."""
+        return StoreVerification(self.catalog, self.reader, max_bytes_per_second=max_bytes_per_second)
+
+    async def close(self) -> None:
+        """Write what waits, seal the active segments, release the folder."""
+        self._is_closing = True
+        await self._upkeep.close()
+        await self._line.close()
+        await self.reader.close()
+        await asyncio.to_thread(self.disk.close)
+        close_folder(self._lock)
+
+    def _find(self, fingerprint: bytes, keys: Collection[bytes], retention: int) -> Hit:
+        started = time.perf_counter()
+        now = time.time()
+        retention = _known(retention)
+        hit = self.catalog.lookup(fingerprint, keys, wanted=retention, now=now)
+        num_found = len(hit.locations)
+        if num_found:
+            deepest = hit.locations[-1]
+            last = self.catalog.hits.last(deepest.key) or deepest.created_seconds
+            self.meters.hit_age_seconds.observe(max(0.0, now - last))
+            self.catalog.hits.note(hit.locations, now)
+            if hit.stale:
+                self._upkeep.refresh(hit.stale)
+        self.counts.lookups += 1
+        self.counts.lookup_blocks += len(keys)
+        self.counts.hit_blocks += num_found
+        self.counts.eligible_by_class[retention] += len(keys)
+        self.counts.hit_by_class[retention] += num_found
+        self.meters.lookup_seconds.observe(time.perf_counter() - started)
+        return hit
+
+    def _num_pending(self, fingerprint: bytes, keys: Sequence[bytes], start: int) -> int:
+        if not len(self.pending):
+            return 0
+        count = start
+        while count < len(keys) and (fingerprint, keys[count]) in self.pending:
+            count += 1
+        return count - start
+
+    def _check(self, block: Block) -> None:
         if not 0 < len(block.payload) <= self.max_block_bytes:
+            self.counts.write_drops["size"] += 1
             raise InvalidRequest(
                 f"block has {len(block.payload)} bytes; this store takes 1 to {self.max_block_bytes}",
                 field="block_bytes",
             )
-        # In a thread of its own: checked while the writer thread is busy with the blocks before.
-        if await asyncio.to_thread(zlib.crc32, block.payload) != block.crc32:
-            self.counts.refused_blocks += 1
-            raise InvalidRequest("block_crc32 is not the CRC-32 of the block's bytes", field="block_crc32")
-        name = (block.fingerprint, block.key)
-        while name in self._in_flight:
-            await asyncio.wait([self._in_flight[name]])  # then it is either findable or this copy's turn
-        if self.has(*name):
-            self.counts.duplicate_blocks += 1
-            return Outcome.DUPLICATE
-        if self._is_closing:
-            raise Overloaded("the KV store is stopping")
-        done = self._in_flight[name] = self._loop.create_future()
-        self._queue.append(block)
-        self._arrived.set()
-        # Shielded: a writer that goes away must not undo what other writers of the same key wait for.
-        if await asyncio.shield(done) is None:
-            raise Overloaded("the KV store's disk cannot take the block", retry_after=5.0)
-        return Outcome.STORED
-
-    async def close(self) -> None:
-        """Write what waits, seal the active segment, release the folder."""
-        self._is_closing = True
-        self._arrived.set()
-        await self._write_loop
-        await self._loop.run_in_executor(self._writer, self._log.close)
-        await asyncio.to_thread(self._writer.shutdown)
-        await asyncio.to_thread(self._readers.shutdown)
-        close_folder(self._lock)
-
-    async def _read_one(self, fingerprint: bytes, key: bytes) -> StoredBlock | None:
-        location = self._index.find(fingerprint, key)
-        if location is None:
-            return None
-        segment = self._segments[location.segment]
-        self._touch({location.segment})
-        segment.pins += 1
-        reading: Future[memoryview] = self._readers.submit(read_block, segment.file, location)
-        # The pin lasts until the thread is done with the file, even when nobody waits for the bytes any more.
-        reading.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._unpin, segment))
-        try:
-            payload = await asyncio.wrap_future(reading)
-        except DamagedBlockError as exc:
-            if self._index.remove(location):
-                self.counts.damaged_blocks += 1
-                _log.warning("kvstore.block.damaged", file=segment.file.path.name, reason=str(exc))
-            return None
-        except OSError as exc:
-            # Out of descriptors and the like: this read misses, the block itself may be fine.
-            _log.error("kvstore.read.failed", file=segment.file.path.name, reason=str(exc))
-            return None
-        self.counts.read_blocks += 1
-        return StoredBlock(location, payload)
+        if len(block.tenant.encode()) > TENANT_BYTES or "\0" in block.tenant:
+            raise InvalidRequest(f"a tenant's name has at most {TENANT_BYTES} bytes, none of them 0", field="tenant")
 
     @staticmethod
-    def _unpin(segment: _Segment) -> None:
-        segment.pins -= 1
+    async def _checksum(block: Block) -> int:
+        if len(block.payload) <= _INLINE_BYTES:
+            return checksum(block.payload)
+        return await asyncio.to_thread(checksum, block.payload)
 
-    def _touch(self, numbers: Iterable[int]) -> None:
-        self._hit_clock += 1
-        for number in numbers:
-            self._segments[number].last_hit = self._hit_clock
+    def _put(self, block: Block) -> "asyncio.Future[str]":
+        """Queue a block; the future says why it was refused, or nothing."""
+        if block.retention != _known(block.retention):
+            block = replace(block, retention=UNSPECIFIED)
+        if self._keyring is None:
+            return self._line.put(block)
+        return asyncio.ensure_future(self._seal_and_put(self._keyring, block))
 
-    async def _write_batches(self) -> None:
-        while True:
-            await self._arrived.wait()
-            if not self._queue:
-                if self._is_closing:
-                    return
-                self._arrived.clear()
-                continue
-            batch = self._next_batch()
-            try:
-                locations = await self._append(batch)
-            except Exception as exc:  # noqa: BLE001 - handed to every writer of the batch, which reports it
-                for block in batch:
-                    self._in_flight.pop((block.fingerprint, block.key)).set_exception(exc)
-                continue
-            for block, location in zip(batch, locations, strict=True):
-                self._publish(block, location)
+    async def _seal_and_put(self, keyring: Keyring, block: Block) -> str:
+        stored = await asyncio.to_thread(keyring.seal, block.tenant, block.key + block.fingerprint, block.payload)
+        return await self._line.put(replace(block, payload=stored, crc32=checksum(stored), flags=ENCRYPTED))
 
-    def _next_batch(self) -> list[Block]:
-        """Take what waits, up to one batch: while one batch syncs, the next one gathers."""
-        batch = [self._queue.popleft()]
-        total = self._cost(batch[0])
-        while self._queue and total + self._cost(self._queue[0]) <= self._max_batch_bytes:
-            batch.append(self._queue.popleft())
-            total += self._cost(batch[-1])
-        return batch
+    def _settle(self, name: tuple[bytes, bytes], done: "asyncio.Future[str]") -> None:
+        del self._in_flight[name]
+        self.pending.settle(name)
+        self.counts.stored_blocks += not done.cancelled() and done.exception() is None and not done.result()
 
-    async def _append(self, batch: Sequence[Block]) -> Sequence[BlockLocation | None]:
-        if not await self._make_room(sum(self._cost(block) for block in batch)):
-            return [None] * len(batch)
-        appended = await self._loop.run_in_executor(self._writer, self._log.append, batch)
-        self._note_sizes(appended)
-        return appended.locations
 
-    async def _make_room(self, needed_bytes: int) -> bool:
-        uses = [
-            SegmentUse(number, one.num_bytes, one.last_hit, evictable=not one.is_active and one.pins == 0)
-            for number, one in self._segments.items()
-        ]
-        chosen = victims(uses, max_bytes=self.max_bytes, needed_bytes=needed_bytes)
-        if not chosen:
-            return chosen is not None
-        # Out of the index first, with no await in between: from here on no reader can pin them.
-        num_evicted = sum(self._index.remove_segment(number) for number in chosen)
-        self.counts.evicted_blocks += num_evicted
-        files = [self._segments[number].file for number in chosen]
-        gone = await self._loop.run_in_executor(self._writer, self._log.remove, files)
-        for file in gone:
-            del self._segments[file.number]
-        _log.info("kvstore.evicted", num_segments=len(gone), num_blocks=num_evicted)
-        return len(gone) == len(files)
-
-    def _note_sizes(self, appended: Appended) -> None:
-        for number, size in appended.segments.items():
-            segment = self._segments.setdefault(number, _Segment(size.file, 0, self._hit_clock))
-            segment.num_bytes, segment.is_active = size.num_bytes, size.is_active
-            if size.num_bytes == 0:
-                del self._segments[number]
-
-    def _publish(self, block: Block, location: BlockLocation | None) -> None:
-        if location is None:
-            self.counts.refused_blocks += 1
-        else:
-            self._index.add(location)
-            self.counts.stored_blocks += 1
-        self._in_flight.pop((block.fingerprint, block.key)).set_result(location)
-
-    @staticmethod
-    def _cost(block: Block) -> int:
-        return len(block.payload) + MAX_RECORD_OVERHEAD_BYTES
+def _known(retention: int) -> int:
+    """Return the class, or none for one that a newer peer knows."""
+    return retention if retention in range(AGENT + 1) else UNSPECIFIED

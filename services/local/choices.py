@@ -45,7 +45,11 @@ def _refused(service: str, options: Options) -> list[str]:
         if owner == service
     }
     if service == "kvstore":
-        typed.setdefault("max_bytes", (f"--kv-bytes ({options.kv_bytes} bytes)", str(options.kv_bytes)))
+        typed.setdefault(
+            "max_bytes", (f"--kv-bytes ({options.kv_bytes} bytes)", str(options.kv_bytes // options.num_kvstore))
+        )
+        if options.kv_url:
+            typed["object_store_url"] = f"--kv-url {options.kv_url}", options.kv_url
     if service == SERVICES[0]:  # all services take it; one complaint is enough
         typed.setdefault("otlp_endpoint", (f"--otlp-endpoint {options.otlp_endpoint}", options.otlp_endpoint))
     values = {field: value for field, (_, value) in typed.items()}

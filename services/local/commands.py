@@ -47,6 +47,10 @@ DTYPE_HELP = """\
 How weights and arithmetic are kept: bf16 for everyday use; fp32 as the exact reference, slower; int8 (weights only) \
 fastest for a single user."""
 
+KV_URL_HELP = """\
+Object store behind the KV store, file:///FOLDER or s3://BUCKET/PREFIX: every replica finds every block there. \
+Credentials: --set kvstore.object_store_options_file=FILE."""
+
 app = typer.Typer(
     help=GUIDE, no_args_is_help=True, rich_markup_mode="rich", add_completion=False, pretty_exceptions_enable=False
 )
@@ -98,11 +102,13 @@ def up(
     ] = None,
     prefill: Annotated[int, typer.Option(min=1, help="How many prefill replicas.")] = 1,
     decode: Annotated[int, typer.Option(min=1, help="How many decode replicas.")] = 1,
+    kvstore: Annotated[int, typer.Option(min=1, help="How many KV store replicas; they share the blocks out.")] = 1,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the HTTP API; all others are free ones.")] = 8000,
     detach: Annotated[  # noqa: FBT002 - typer makes flags of these
         bool, typer.Option("--detach", help="Return once the first token came; stop with fathom down.")
     ] = False,
     kv_bytes: Annotated[str, typer.Option(help="Most disk the KV store may take, for example 500M.")] = "8G",
+    kv_url: Annotated[str, typer.Option(help=KV_URL_HELP)] = "",
     otlp_endpoint: Annotated[str, typer.Option(help="Where spans go, for example http://127.0.0.1:4317.")] = "",
     settings: Annotated[
         list[str] | None,
@@ -121,8 +127,10 @@ def up(
         dtype=dtype,
         num_prefill=prefill,
         num_decode=decode,
+        num_kvstore=kvstore,
         port=port,
         kv_bytes=size(kv_bytes),
+        kv_url=kv_url,
         otlp_endpoint=otlp_endpoint,
         settings=tuple(setting(text) for text in settings or ()),
     )

@@ -39,6 +39,10 @@ class Home:
     def kv(self) -> Path:
         return self.root / "kv"
 
+    def kv_of(self, name: str) -> Path:
+        """Return the folder of one KV store replica; the first one's is `kv`, however many there are."""
+        return self.kv if name == "kvstore-0" else self.root / name.replace("kvstore", "kv")
+
     @property
     def models(self) -> Path:
         return self.root / "models"

@@ -29,6 +29,7 @@ COMPUTES = ENGINES | {"vision"}
 WIRED = frozenset({
     "listen", "metrics_listen", "advertise", "nats_url", "replica", "model", "path", "public_listen", "cluster_key",
     "entrypoint_address", "kvstore_address", "prefill_lb_address", "decode_lb_address", "vision_address",
+    "object_store_url",
 })  # fmt: skip
 # OpenMP workers that spin while they wait starve the other engine's. Two busy engines of two threads each on two cores
 # (a shared machine, so roughly): 84 tokens/s of decode without spinning, 67 with 1,000 spins, 33 with 5,000, 5 by
@@ -45,9 +46,12 @@ class Options(BaseModel):
     dtype: Dtype = "bf16"
     num_prefill: int = 1
     num_decode: int = 1
+    num_kvstore: int = 1
     port: int = 8000
     kv_bytes: int = 8 * GIB
-    """Cap of the KV store on disk."""
+    """Cap of the KV store on disk, all replicas together."""
+    kv_url: str = ""
+    """Object store behind the KV store: s3://BUCKET/PREFIX or file:///FOLDER; empty for none."""
     otlp_endpoint: str = ""
     settings: tuple[tuple[str, str, str], ...] = ()
     """Further settings as (service, field, value); all replicas of a service get the same."""
@@ -106,7 +110,7 @@ def plan_suite(
     """Return every process, NATS first; the others may start together, since each waits for its peers by itself."""
     nats_port = next(ports)
     addresses = {name: f"127.0.0.1:{next(ports)}" for name, _ in _replicas(options)}
-    wiring = _wiring(options, home, addresses, cluster_key)
+    wiring = _wiring(options, addresses, cluster_key)
     defaults = _defaults(options, home, machine)
 
     plans = [_nats(nats_server, nats_port, home)]
@@ -119,6 +123,8 @@ def plan_suite(
             "nats_url": f"nats://127.0.0.1:{nats_port}",
             "replica": name,
         }
+        if service == "kvstore":
+            own["path"] = str(home.kv_of(name))
         plans.append(
             ProcessPlan(
                 name=name,
@@ -142,7 +148,7 @@ def stop_waves(plans: tuple[ProcessPlan, ...]) -> Iterator[list[str]]:
 
 def _replicas(options: Options) -> Iterator[tuple[str, str]]:
     """Yield (name, service) in the order in which they start."""
-    counts = {"prefill": options.num_prefill, "decode": options.num_decode}
+    counts = {"prefill": options.num_prefill, "decode": options.num_decode, "kvstore": options.num_kvstore}
     for service in ("kvstore", "vision", "prefill_lb", "decode_lb", "prefill", "decode", "entrypoint", "recipe"):
         yield from ((f"{service}-{index}", service) for index in range(counts.get(service, 1)))
 
@@ -157,7 +163,7 @@ def _defaults(options: Options, home: Home, machine: Machine) -> dict[str, dict[
     engine = {"dtype": options.dtype, "kv_bytes": pool, "threads": threads}
     return {
         "recipe": {"state_url": f"sqlite:///{home.root / 'responses.sqlite3'}"},
-        "kvstore": {"max_bytes": str(options.kv_bytes)},
+        "kvstore": {"max_bytes": str(options.kv_bytes // options.num_kvstore)},
         # Vision works while a prompt waits for it, so it may take as many cores as an engine.
         "vision": {"dtype": options.dtype, "threads": threads},
         "prefill": engine,
@@ -165,9 +171,10 @@ def _defaults(options: Options, home: Home, machine: Machine) -> dict[str, dict[
     }
 
 
-def _wiring(options: Options, home: Home, addresses: Mapping[str, str], cluster_key: str) -> dict[str, dict[str, str]]:
+def _wiring(options: Options, addresses: Mapping[str, str], cluster_key: str) -> dict[str, dict[str, str]]:
     model = str(options.model)
-    engine = {"model": model, "kvstore_address": addresses["kvstore-0"]}
+    stores = _stores(options, addresses)
+    engine = {"model": model, "kvstore_address": stores}
     return {
         "recipe": {
             "model": model,
@@ -175,17 +182,23 @@ def _wiring(options: Options, home: Home, addresses: Mapping[str, str], cluster_
             "public_listen": f"127.0.0.1:{options.port}",
         },
         "entrypoint": {
-            "kvstore_address": addresses["kvstore-0"],
+            "kvstore_address": stores,
             "prefill_lb_address": addresses["prefill_lb-0"],
             "decode_lb_address": addresses["decode_lb-0"],
             "vision_address": addresses["vision-0"],
             "cluster_key": cluster_key,
         },
-        "kvstore": {"path": str(home.kv)},
+        "kvstore": {"object_store_url": options.kv_url} if options.kv_url else {},
         "vision": {"model": model},
         "prefill": engine,
         "decode": engine,
     }
+
+
+def _stores(options: Options, addresses: Mapping[str, str]) -> str:
+    """Return what everybody is told of the KV store. Ports change from start to start; names place the blocks."""
+    names = [f"kvstore-{index}" for index in range(options.num_kvstore)]
+    return addresses[names[0]] if len(names) == 1 else ",".join(f"{name}={addresses[name]}" for name in names)
 
 
 def _nats(nats_server: str, port: int, home: Home) -> ProcessPlan:

@@ -10,6 +10,9 @@ from services.chassis.errors import BadImage, BadSampling, BadSchema, BlocksLost
 
 HASH_BYTES = 32
 MAX_GRAMMAR_BYTES = 1 << 20
+MAX_PROMPT_LOGPROBS = 20
+MAX_SCORES = 1 << 16
+"""Logprobs of one prompt, chosen and alternative ones: about 800 KB of the first token's message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,8 @@ class Limits:
     """Of one row of an image's embeddings."""
     grammar_kind: str = ""
     """Of the grammars that are obeyed; "" for a model folder without a tokenizer, which obeys none."""
+    scores_prompts: bool = True
+    """Whether every prompt token's logits are exact; not where windows are replayed."""
     image_token_ids: frozenset[int] = frozenset()
     """Ids that stand at the places of images, all at or above the vocabulary size; empty when no images are taken."""
 
@@ -56,10 +61,27 @@ def check_request(request: Request, limits: Limits) -> None:
     _check_images(request.images, prompt, limits)
     if max(_text_of(prompt, request.images), default=0) >= limits.vocab_tokens:
         raise InvalidRequest(f"token ids must be below {limits.vocab_tokens}", field="prompt")
+    if request.HasField("num_prompt_logprobs"):
+        _check_scores(request, limits)
     if request.stop.max_tokens < 1:
         raise InvalidRequest("max_tokens must be at least 1", field="max_tokens")
     if any(bias.token_id >= limits.vocab_tokens for bias in request.sampling.logit_bias):
         raise BadSampling(f"logit_bias takes token ids below {limits.vocab_tokens}", field="logit_bias")
+
+
+def _check_scores(request: Request, limits: Limits) -> None:
+    if not limits.scores_prompts or request.images:
+        what = "prompts with images" if request.images else "this replica, which replays windows approximately,"
+        raise InvalidRequest(f"{what} cannot have the logprobs of prompt tokens", field="logprobs")
+    count, prompt_tokens = request.num_prompt_logprobs, len(request.prompt_token_ids)
+    if count > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(f"prompt logprobs are at most {MAX_PROMPT_LOGPROBS}", field="logprobs")
+    if prompt_tokens * (1 + count) > MAX_SCORES:
+        most = MAX_SCORES // (1 + count)
+        raise InvalidRequest(
+            f"with logprobs and {count} alternatives a prompt may have {most} tokens, this one has {prompt_tokens}",
+            field="prompt",
+        )
 
 
 def _check_grammar(grammar: Grammar, limits: Limits) -> None:

@@ -85,7 +85,10 @@ class PrefillEngine:
             self._take_stock()
             return False
         started = time.time()
-        sampled = self._executor.collect(self._executor.launch(self._batch(chunks)))
+        step = self._executor.launch(self._batch(chunks))
+        sampled = self._executor.collect(step)
+        for sequence, scores in self._executor.score(step).items():
+            self._prompts[sequence].scores += scores
         self._publish(chunks, sampled, started, time.time())
         return True
 
@@ -124,7 +127,7 @@ class PrefillEngine:
         # Copies come last: nobody waits for them.
         for prompt, blocks in full:
             for block in blocks:
-                self._writeback.offer(prompt.keys[block], prompt.block_table[block])
+                self._writeback.offer(prompt.origin, prompt.keys, block, prompt.block_table[block])
             if prompt.computed_tokens in prompt.stops:
                 last = prompt.computed_tokens // self._block_tokens - 1
                 self._states.keep(prompt.keys[last], prompt.computed_tokens, prompt.window)
@@ -136,10 +139,12 @@ class PrefillEngine:
         """Queue a prompt whose blocks fit the pool."""
         self._num_submits += 1
         prompt.sequence = self._num_submits
-        prompt.reusable_blocks = self._states.most_blocks(len(prompt.token_ids))
+        # Found blocks have no logits: a prompt whose tokens are scored is computed whole.
+        most = self._states.most_blocks(len(prompt.token_ids)) if prompt.num_scores is None else 0
+        prompt.reusable_blocks = most
         self._prompts[prompt.sequence] = prompt
 
-    def loaded(self, prompt: Prompt, payloads: Sequence[bytes]) -> None:
+    def loaded(self, prompt: Prompt, payloads: Sequence[bytes | memoryview]) -> None:
         """Put verified blocks that follow what was found into the pool; ignored once the prompt was released."""
         if prompt.sequence not in self._prompts:
             return
@@ -176,17 +181,18 @@ class PrefillEngine:
         """Take in what `EmbeddingsWanted` asked for."""
         prompt.images.put(image, embeddings)
 
-    def read_blocks(self, prompt: Prompt, blocks: range) -> list[bytes]:
-        """Copy blocks of the prompt's table off the device. Raises BlocksLost once the prompt was released."""
+    def copy_blocks(self, prompt: Prompt, blocks: range, places: Sequence[memoryview]) -> None:
+        """Copy blocks off the device, one to each place. Raises BlocksLost once the prompt was released."""
         if prompt.sequence not in self._prompts:
             raise BlocksLost("the prompt's blocks were released")
-        return [self._executor.read_block(prompt.block_table[block]) for block in blocks]
+        for block, place in zip(blocks, places, strict=True):
+            self._executor.copy_block(prompt.block_table[block], place)
 
-    def read_window(self, prompt: Prompt) -> bytes:
-        """Copy the prompt's window state off the device, b"" without windows. Raises BlocksLost like `read_blocks`."""
+    def copy_window(self, prompt: Prompt, place: memoryview) -> None:
+        """Copy the prompt's window state off the device. Raises BlocksLost like `copy_blocks`."""
         if prompt.sequence not in self._prompts:
             raise BlocksLost("the prompt's window was released")
-        return self._executor.read_window(prompt.window)
+        place[:] = self._executor.read_window(prompt.window)
 
     def release(self, prompt: Prompt) -> None:
         """Forget a prompt, in whatever state it is; its full blocks stay findable. Harmless when repeated."""
@@ -209,6 +215,7 @@ class PrefillEngine:
             position=computed,
             stops=prompt.stops,
             images=prompt.spans,
+            is_scored=prompt.num_scores is not None,
         )
 
     def _row(self, prompt: Prompt, num_tokens: int, *, is_last: bool) -> Row:
@@ -227,6 +234,8 @@ class PrefillEngine:
             preceding=prompt.token_ids[max(start - self._executor.preceding_tokens, 0) : start],
             images=tuple(Image(i.position, i.num_tokens, i.embeddings) for i in prompt.images.within(start, end)),
             replay=prompt.replay,
+            targets=prompt.token_ids[start + 1 : end + 1] if prompt.num_scores is not None else (),
+            num_target_logprobs=prompt.num_scores or 0,
         )
 
     def _admit(self, prompt: Prompt) -> None:
@@ -280,6 +289,7 @@ class PrefillEngine:
             computed_tokens=len(prompt.token_ids) - prompt.cached_tokens,
             queue_seconds=prompt.first_chunk - prompt.submitted,
             compute_seconds=now - prompt.first_chunk,
+            scores=prompt.scores,
         )
 
     def _take_stock(self, num_tokens: int = 0, step_seconds: float = 0.0) -> None:

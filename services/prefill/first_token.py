@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kernels.batch import Scored
 from proto.common_pb2 import (
     FINISH_REASON_LENGTH,
     FINISH_REASON_STOP,
@@ -39,6 +40,7 @@ def first_token_event(request: Request, first: FirstTokenSampled, answer_tokens:
         computed_tokens=first.computed_tokens,
         queue_seconds=first.queue_seconds,
         compute_seconds=first.compute_seconds,
+        prompt_logprobs=[_position(scored) for scored in first.scores],
     )
 
 
@@ -51,6 +53,10 @@ def _finish_reason(request: Request, token_id: int, answer_tokens: int) -> Finis
 def _logprobs(sampled: Sampled) -> list[PositionLogprobs]:
     if sampled.logprob is None:
         return []
-    chosen = TokenLogprob(token_id=sampled.token_id, logprob=sampled.logprob)
-    top = [TokenLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in sampled.top]
-    return [PositionLogprobs(chosen=chosen, top=top)]
+    return [_position(Scored(sampled.token_id, sampled.logprob, sampled.top))]
+
+
+def _position(scored: Scored) -> PositionLogprobs:
+    chosen = TokenLogprob(token_id=scored.token_id, logprob=scored.logprob)
+    top = [TokenLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in scored.top]
+    return PositionLogprobs(chosen=chosen, top=top)

@@ -8,19 +8,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from proto.common_pb2 import FINISH_REASON_UNSPECIFIED, ImageRef, Request
+from proto.common_pb2 import FINISH_REASON_UNSPECIFIED, RETENTION_CLASS_CHAT, ImageRef, Request
 from proto.prefill_pb2 import HandoffDone, PrefillDeliver, PrefillEvent, PrefillSubmit
 from proto.prefill_pb2 import LastChunkStarted as LastChunkStartedEvent
 from services.chassis import names
 from services.chassis.block_keys import block_keys, image_extras
 from services.chassis.embeddings import EmbeddingsFetch, EmbeddingsSource, ImageFeed
 from services.chassis.errors import DeadlinePassed, InternalError, to_stream_error
+from services.chassis.kvstore_client import Stores, Wanted
+from services.chassis.kvstore_writer import Origin
 from services.chassis.telemetry import bind_request, current_traceparent, is_sampled, record_span, span
 from services.prefill.admission import Limits, answer_tokens, check_request
 from services.prefill.first_token import first_token_event
 from services.prefill.grammar import first_mask
-from services.prefill.handoff import Cargo, Delivered, Handoff
-from services.prefill.loading import allowed_seconds, load_hit
+from services.prefill.handoff import Cargo, Counters, Delivered, Handoff
+from services.prefill.loading import allowed_seconds, load_hit, pending_seconds, recompute_seconds
 from services.prefill.prompt import (
     ChunkDone,
     EmbeddingsWanted,
@@ -30,6 +32,7 @@ from services.prefill.prompt import (
     LastChunkStarted,
     Prompt,
 )
+from services.prefill.pushing import PromptBlocks
 from services.prefill.sampling import sampling_params
 from services.prefill.scheduler import Span
 
@@ -59,9 +62,8 @@ class Surroundings:
     embeddings: EmbeddingsSource
     channel: Callable[[str], grpc.aio.Channel]
     """The cached channel to an address."""
-    kvstore: grpc.aio.Channel | None
-    on_handoff: Callable[[str, int], None]
-    """Counts a finished handoff: backend, bytes."""
+    kvstore: Stores | None
+    counters: Counters
     deliver_seconds: float = DELIVER_SECONDS
 
 
@@ -88,7 +90,7 @@ class PromptFlow:
         if self._cargo is None:
             return
         if self._handoff.done():
-            self._handoff.result().abandon("another target was named")
+            self._abandon("moved", "another target was named")
             self._handoff = asyncio.get_running_loop().create_future()
         deadline = min(self._request.deadline_unix_seconds, time.time() + HANDOFF_SECONDS)
         channel = self._around.channel(target.address)
@@ -121,6 +123,8 @@ class PromptFlow:
             first = await self._computed(prompt, fetch)
             if first.sampled.problem is not None:
                 raise InternalError(f"no token could be sampled: {first.sampled.problem}")
+            if prompt.num_scores is not None and len(first.scores) != len(prompt.token_ids) - 1:
+                raise InternalError("the logits of some prompt tokens are not finite")
             event = first_token_event(self._request, first, answer_tokens(self._request, self._around.limits))
             self._emit(first_token=event)
             if event.token.finish_reason == FINISH_REASON_UNSPECIFIED:
@@ -132,7 +136,7 @@ class PromptFlow:
             if self._delivering is not None:
                 self._delivering.cancel()
             if self._handoff.done() and not is_delivered:
-                self._handoff.result().abandon("the request ended on the prefill side")
+                self._abandon("ended", "the request ended on the prefill side")
 
     async def _allowed(self) -> bytes | None:
         """Return the mask of the first token, None when it is free."""
@@ -156,6 +160,8 @@ class PromptFlow:
             allowed_mask=allowed_mask,
             images=ImageFeed(request.images),
             spans=tuple(Span(image.position, image.position + image.num_tokens) for image in request.images),
+            origin=Origin(request.tenant, request.retention or RETENTION_CLASS_CHAT),
+            num_scores=request.num_prompt_logprobs if request.HasField("num_prompt_logprobs") else None,
         )
 
     def _fetch(self, prompt: Prompt) -> EmbeddingsFetch:
@@ -190,31 +196,44 @@ class PromptFlow:
         matched = found.num_found + len(found.wanted)
         hit, state = await around.states.find_start(prompt.keys[:matched], num_tokens)
         if found.wanted and hit.block_tokens:  # else even with all of them nothing could be reused
-            num_loaded = await self._load(prompt, found.wanted)
+            num_loaded = await self._load(prompt, found)
             if num_loaded < len(found.wanted):
                 matched = found.num_found + num_loaded
                 hit, state = await around.states.find_start(prompt.keys[:matched], num_tokens)
         around.thread.post(around.engine.begin, prompt, hit, state)
 
-    async def _load(self, prompt: Prompt, wanted: tuple[bytes, ...]) -> int:
+    async def _load(self, prompt: Prompt, found: HitFound) -> int:
         """Load blocks from the KV store into the pool; return how many came."""
         around, limits = self._around, self._around.limits
         assert around.kvstore is not None, "without a store no block is said to be stored"
+        speed, begun = around.engine.load.tokens_per_second, time.monotonic()
         seconds = allowed_seconds(
-            len(wanted) * limits.block_tokens,
-            tokens_per_second=around.engine.load.tokens_per_second,
+            len(found.wanted) * limits.block_tokens,
+            tokens_per_second=speed,
             seconds_left=self._request.deadline_unix_seconds - time.time(),
+        )
+        wanted = Wanted(
+            keys=prompt.keys[: found.num_found + len(found.wanted)],
+            first_index=found.num_found,
+            fingerprint=limits.fingerprint,
+            block_bytes=limits.block_bytes,
+            request_id=self._request.request_id,
+            pending_seconds=pending_seconds(seconds),
         )
         with span("prefill.load_hit") as hop:
             num_loaded = await load_hit(
                 around.kvstore,
                 wanted,
                 lambda payloads: around.thread.call(around.engine.loaded, prompt, payloads),
-                fingerprint=limits.fingerprint,
-                block_bytes=limits.block_bytes,
                 timeout_seconds=seconds,
             )
             hop.set_attribute(names.BLOCKS, num_loaded)
+        num_tokens = num_loaded * limits.block_tokens
+        around.counters.count_load(
+            num_tokens,
+            seconds=time.monotonic() - begun,
+            recompute_seconds=recompute_seconds(num_tokens, tokens_per_second=speed),
+        )
         return num_loaded
 
     def _announce(self, prompt: Prompt) -> None:
@@ -239,7 +258,7 @@ class PromptFlow:
             replica, delivered = await self._deliver(prompt, first)
             hop.set_attribute(names.HANDOFF_BACKEND, delivered.backend)
             hop.set_attribute(names.HANDOFF_BYTES, delivered.num_bytes)
-        self._around.on_handoff(delivered.backend, delivered.num_bytes)
+        self._around.counters.count_handoff(delivered.backend, delivered.num_bytes)
         done = HandoffDone(replica=replica, num_bytes=delivered.num_bytes, backend=delivered.backend)
         self._emit(handoff_done=done)
 
@@ -254,8 +273,7 @@ class PromptFlow:
             except TimeoutError:
                 raise DeadlinePassed(f"nobody said within {around.deliver_seconds:g} s where the KV goes") from None
             delivery = handoff.deliver(
-                lambda blocks: around.thread.call(around.engine.read_blocks, prompt, blocks),
-                lambda: around.thread.call(around.engine.read_window, prompt),
+                PromptBlocks(around.thread, around.engine, prompt),
                 first_token_id=first.sampled.token_id,
                 cached_tokens=first.cached_tokens,
             )
@@ -263,6 +281,10 @@ class PromptFlow:
             await asyncio.wait([self._delivering])
             if handoff is self._handoff.result():
                 return handoff.replica, self._delivering.result()
+
+    def _abandon(self, kind: str, reason: str) -> None:
+        self._around.counters.count_abort(kind)
+        self._handoff.result().abandon(reason)
 
     def _record_chunk(self, chunk: ChunkDone) -> None:
         if is_sampled(self._traceparent):

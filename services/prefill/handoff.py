@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import grpc.aio
 import structlog
 
-from proto.common_pb2 import Ticket
-from proto.decode_pb2 import AbortRequest, CommitRequest, PushChunk, ReserveReply, ReserveRequest
-from proto.decode_pb2_grpc import DecodeStub
+from proto.decode_pb2 import AbortRequest, CommitRequest, HoldReply, PushChunk, ReserveReply, ReserveRequest
+from proto.decode_pb2_grpc import DecodeStub, IntakeStub
 from proto.prefill_pb2 import PrefillDeliver
-from services.chassis.errors import DeadlinePassed, FathomError
-from services.chassis.handoff import StagingUnavailableError, block_crc32, chunks_of, fill_staging
+from services.chassis.channel import open_channel
+from services.chassis.errors import BlocksLost, DeadlinePassed, FathomError, PeerLost
+from services.chassis.handoff import (
+    HOLD_SILENCE_SECONDS,
+    PeerStaging,
+    StagingUnavailableError,
+    is_socket_here,
+    socket_target,
+)
+from services.prefill.pushing import Blocks, fill, pieces
 
-_GROUP_BYTES = 64 << 20
-"""Copied off the device between two steps: tens of milliseconds, and a bound on host memory."""
-_ABORT_SECONDS = 2.0
-
-ReadBlocks = Callable[[range], Awaitable[list[bytes]]]
-"""Copies blocks of the prompt's table off the device."""
-ReadWindow = Callable[[], Awaitable[bytes]]
-"""Copies the prompt's window state off the device."""
+_ABORT_SECONDS = 1.0
+_REASON_SECONDS = 0.5
+"""Why decode refused bytes is known to the call that holds the room; it comes right behind."""
 
 log = structlog.get_logger()
 
@@ -51,48 +55,79 @@ class Delivered:
     backend: str
 
 
+class Counters(Protocol):
+    """What an operator is told."""
+
+    def count_handoff(self, backend: str, num_bytes: int) -> None:
+        """One committed."""
+
+    def count_abort(self, reason: str) -> None:
+        """One was given up: "moved" to another target, or "ended" with its request."""
+
+    def count_load(self, num_tokens: int, *, seconds: float, recompute_seconds: float) -> None:
+        """KV of so many tokens came from the KV store in that time; computing them would have taken the other."""
+
+
 _aborting: set[asyncio.Task[None]] = set()
 """Aborts nobody waits for; the event loop itself keeps only weak references to tasks."""
 
 
+async def aborts_said() -> None:
+    """Wait for the aborts that are under way: a replica that shuts down says them before it goes."""
+    if _aborting:
+        await asyncio.wait(_aborting)
+
+
 class Handoff:
-    """One sequence's way to one decode replica. Room is asked for at once; `deliver` or `abandon` ends it."""
+    """One sequence's way to one decode replica. Room is asked for at once; `deliver` or `abandon` ends it.
+
+    The room is held by a call that lives until the commit. So decode knows at once when this replica is gone, and this
+    replica when decode is, or when decode gave the room back.
+    """
 
     def __init__(
         self, channel: grpc.aio.Channel, target: PrefillDeliver, cargo: Cargo, *, deadline_unix_seconds: float
     ) -> None:
         self.replica = target.replica
         self._stub = DecodeStub(channel)
+        self._intake = IntakeStub(channel)
         self._cargo = cargo
         self._deadline = deadline_unix_seconds
-        # A task of its own: whoever stops waiting for the ticket must still be able to give it back.
-        self._reserving = asyncio.create_task(self._reserve(target.boot_id), name="handoff reserve")
+        self._backend = "grpc"
+        self._socket_name = ""
+        """Where Push goes instead of the network."""
+        self._reserved: asyncio.Future[ReserveReply] = asyncio.get_running_loop().create_future()
+        # Tasks of their own: whoever stops waiting for the ticket must still be able to give it back.
+        self._holding = asyncio.create_task(self._hold(target.boot_id), name="handoff hold")
+        self._mapping = asyncio.create_task(self._find_way(), name="handoff map")
+        for task in (self._holding, self._mapping):
+            task.add_done_callback(_take_note)
 
-    async def deliver(
-        self, read: ReadBlocks, read_window: ReadWindow, *, first_token_id: int, cached_tokens: int
-    ) -> Delivered:
+    async def deliver(self, blocks: Blocks, *, first_token_id: int, cached_tokens: int) -> Delivered:
         """Push the blocks that are missing over there and the window, then commit.
 
         Raises FathomError; the caller then abandons it.
         """
-        reservation = await asyncio.shield(self._reserving)
-        wanted = range(reservation.present_blocks, self._cargo.num_blocks)
-        backend = "shm" if reservation.shm_path and await self._can_share(reservation, wanted) else "grpc"
-        push = self._push_shm if backend == "shm" else self._push_grpc
-        crcs = await push(reservation, wanted, read, read_window)
-        await self._stub.Commit(
-            CommitRequest(
-                ticket=reservation.ticket,
-                block_crc32=crcs[: len(wanted)],
-                window_crc32=crcs[-1] if self._cargo.window_bytes else 0,
-                kv_tokens=self._cargo.kv_tokens,
-                first_token_id=first_token_id,
-                cached_tokens=cached_tokens,
-            ),
-            timeout=self._seconds_left(),
-        )
-        num_bytes = len(wanted) * self._cargo.block_bytes + self._cargo.window_bytes
-        return Delivered(num_bytes=num_bytes, backend=backend)
+        reservation = await asyncio.shield(self._reserved)
+        work = self._send(reservation, blocks, first_token_id, cached_tokens)
+        sending = asyncio.create_task(work, name="handoff send")
+        sending.add_done_callback(_take_note)
+        try:
+            await asyncio.wait({sending, self._holding}, return_when=asyncio.FIRST_COMPLETED)
+            if self._holding.done():  # without an error: it has committed, and the answer to that is on its way
+                self._holding.result()
+            await sending
+        except PeerLost:
+            # A call that decode ended while we still wrote into it looks like a lost peer. The held one knows better.
+            await asyncio.wait({self._holding}, timeout=_REASON_SECONDS)
+            if not self._holding.done():
+                raise BlocksLost(f"{self.replica} refused the blocks") from None
+            self._holding.result()  # without an error: it has committed, and only the answer was lost
+        finally:
+            sending.cancel()
+        num_blocks = self._cargo.num_blocks - reservation.present_blocks
+        num_bytes = num_blocks * self._cargo.block_bytes + self._cargo.window_bytes
+        return Delivered(num_bytes=num_bytes, backend=self._backend)
 
     def abandon(self, reason: str) -> None:
         """Give the reservation back, in the background: a dead peer must not hold up anybody."""
@@ -102,24 +137,117 @@ class Handoff:
 
     async def _abort(self, reason: str) -> None:
         try:
-            reservation = await self._reserving
-            await self._stub.Abort(AbortRequest(ticket=reservation.ticket, reason=reason), timeout=_ABORT_SECONDS)
-        except FathomError as error:  # there is no ticket, or it will expire by itself
+            if self._reserved.done() and not self._holding.done():
+                ticket = self._reserved.result().ticket
+                await self._stub.Abort(AbortRequest(ticket=ticket, reason=reason), timeout=_ABORT_SECONDS)
+        except FathomError as error:  # then the end of the call that held the room says it
             log.info("handoff.abort.unsaid", error_kind=error.kind, reason=error.message)
+        finally:
+            self._holding.cancel()
+            self._reserved.cancel()  # by itself, if it was so early that the other has not even begun
+            with suppress(FathomError, asyncio.CancelledError):
+                staging = await self._mapping
+                if staging is not None:
+                    staging.close()
 
-    async def _reserve(self, boot_id: str) -> ReserveReply:
-        return await self._stub.Reserve(
-            ReserveRequest(
-                request_id=self._cargo.request_id,
-                fingerprint=self._cargo.fingerprint,
-                boot_id=boot_id,
-                block_keys=self._cargo.keys,
-                kv_tokens=self._cargo.kv_tokens,
-                deadline_unix_seconds=self._deadline,
+    async def _hold(self, boot_id: str) -> None:
+        """Ask for room and keep it until the commit. Raises the FathomError that it was lost with."""
+        call: Any = None
+        try:
+            seconds = self._seconds_left()
+            # The caller sends nothing after this: a message that meets the end of a call makes gRPC forget its status.
+            call = self._intake.Hold(self._ask(boot_id), timeout=seconds)
+            while (reply := await _next_reply(call, seconds)) is not None:
+                if not self._reserved.done():
+                    self._reserved.set_result(reply.reserved)
+                seconds = HOLD_SILENCE_SECONDS
+            if not self._reserved.done():
+                self._lose(PeerLost(f"{self.replica} gave no answer"))
+        except TimeoutError:
+            self._lose(PeerLost(f"{self.replica} has said nothing for {seconds:g} s"))
+        except FathomError as error:
+            self._lose(error)
+        finally:
+            self._reserved.cancel()
+            if call is not None:
+                call.cancel()
+
+    def _lose(self, error: FathomError) -> None:
+        if not self._reserved.done():
+            self._reserved.set_exception(error)
+            self._reserved.exception()  # nobody may have asked for it yet, or ever
+        raise error
+
+    def _ask(self, boot_id: str) -> ReserveRequest:
+        return ReserveRequest(
+            request_id=self._cargo.request_id,
+            fingerprint=self._cargo.fingerprint,
+            boot_id=boot_id,
+            block_keys=self._cargo.keys,
+            kv_tokens=self._cargo.kv_tokens,
+            deadline_unix_seconds=self._deadline,
+            window_bytes=self._cargo.window_bytes,
+        )
+
+    async def _find_way(self) -> PeerStaging | None:
+        """Map the file that the reservation names while the last chunk is computed; None when it is not here."""
+        reservation = await asyncio.shield(self._reserved)
+        staging = await self._map(reservation) if reservation.shm_path else None
+        if staging is None and reservation.socket_name and is_socket_here(reservation.socket_name):
+            self._socket_name = reservation.socket_name
+        return staging
+
+    async def _map(self, reservation: ReserveReply) -> PeerStaging | None:
+        try:
+            return await asyncio.to_thread(
+                PeerStaging,
+                reservation.shm_path,
+                nonce=reservation.ticket.nonce,
+                num_blocks=self._cargo.num_blocks - reservation.present_blocks,
+                block_bytes=self._cargo.block_bytes,
                 window_bytes=self._cargo.window_bytes,
+            )
+        except StagingUnavailableError as error:  # then decode runs on another host
+            log.info("handoff.shm.unavailable", replica=self.replica, reason=str(error))
+            return None
+
+    async def _send(self, reservation: ReserveReply, blocks: Blocks, first_token_id: int, cached_tokens: int) -> None:
+        cargo = self._cargo
+        wanted = range(reservation.present_blocks, cargo.num_blocks)
+        staging = await asyncio.shield(self._mapping)
+        crcs: list[int] = []
+        if staging is not None:
+            self._backend = "shm"
+            crcs = await fill(staging, wanted, blocks, has_window=bool(cargo.window_bytes))
+        elif wanted or cargo.window_bytes:
+            chunks = pieces(
+                reservation.ticket,
+                wanted,
+                blocks,
+                block_bytes=cargo.block_bytes,
+                window_bytes=cargo.window_bytes,
+                crcs=crcs,
+            )
+            await self._push(chunks)
+        await self._stub.Commit(
+            CommitRequest(
+                ticket=reservation.ticket,
+                block_crc32=crcs[: len(wanted)],
+                window_crc32=crcs[-1] if cargo.window_bytes else 0,
+                kv_tokens=cargo.kv_tokens,
+                first_token_id=first_token_id,
+                cached_tokens=cached_tokens,
             ),
             timeout=self._seconds_left(),
         )
+
+    async def _push(self, chunks: AsyncIterator[PushChunk]) -> None:
+        """Send the pieces, past the network if decode is next door."""
+        if not self._socket_name:
+            await self._stub.Push(chunks, timeout=self._seconds_left())
+            return
+        async with open_channel(socket_target(self._socket_name), peer=self.replica) as channel:
+            await DecodeStub(channel).Push(chunks, timeout=self._seconds_left())
 
     def _seconds_left(self) -> float:
         left = self._deadline - time.time()
@@ -127,76 +255,15 @@ class Handoff:
             raise DeadlinePassed("the handoff's deadline passed")
         return left
 
-    async def _can_share(self, reservation: ReserveReply, wanted: range) -> bool:
-        """Say whether the file named by the reservation is here: then both run on one host."""
-        try:
-            await self._fill(reservation, wanted, 0, [])
-        except StagingUnavailableError as error:
-            log.info("handoff.shm.unavailable", replica=self.replica, reason=str(error))
-            return False
-        return True
 
-    async def _fill(
-        self, reservation: ReserveReply, wanted: range, first: int, payloads: list[bytes], window: bytes = b""
-    ) -> list[int]:
-        return await asyncio.to_thread(
-            fill_staging,
-            reservation.shm_path,
-            nonce=reservation.ticket.nonce,
-            num_blocks=len(wanted),
-            block_bytes=self._cargo.block_bytes,
-            first_block=first,
-            payloads=payloads,
-            window_bytes=self._cargo.window_bytes,
-            window=window,
-        )
-
-    async def _push_shm(
-        self, reservation: ReserveReply, wanted: range, read: ReadBlocks, read_window: ReadWindow
-    ) -> list[int]:
-        """Return the checksums of the blocks, then the window's if there is one."""
-        crcs: list[int] = []
-        for group in self._groups(wanted):
-            crcs += await self._fill(reservation, wanted, group.start - wanted.start, await read(group))
-        if self._cargo.window_bytes:
-            crcs += await self._fill(reservation, wanted, 0, [], await read_window())
-        return crcs
-
-    async def _push_grpc(
-        self, reservation: ReserveReply, wanted: range, read: ReadBlocks, read_window: ReadWindow
-    ) -> list[int]:
-        """As `_push_shm`."""
-        crcs: list[int] = []
-        if wanted or self._cargo.window_bytes:
-            pieces = self._pieces(reservation, wanted, read, read_window, crcs)
-            await self._stub.Push(pieces, timeout=self._seconds_left())
-        return crcs
-
-    async def _pieces(
-        self, reservation: ReserveReply, wanted: range, read: ReadBlocks, read_window: ReadWindow, crcs: list[int]
-    ) -> AsyncIterator[PushChunk]:
-        ticket: Ticket | None = reservation.ticket
-        for group in self._groups(wanted):
-            payloads = await read(group)
-            for block, payload in zip(group, payloads, strict=True):
-                # In a thread: the checksums of a block take milliseconds that belong to other requests.
-                chunks, crc = await asyncio.to_thread(_cut, payload, block, ticket)
-                crcs.append(crc)
-                ticket = None
-                for chunk in chunks:
-                    yield chunk
-        if self._cargo.window_bytes:
-            chunks, crc = await asyncio.to_thread(_cut, await read_window(), None, ticket)
-            crcs.append(crc)
-            for chunk in chunks:
-                yield chunk
-
-    def _groups(self, wanted: range) -> list[range]:
-        size = max(1, _GROUP_BYTES // self._cargo.block_bytes)
-        return [wanted[start : start + size] for start in range(0, len(wanted), size)]
+def _take_note(task: asyncio.Task[Any]) -> None:
+    """An error that nobody waited for was told another way, or concerns nobody."""
+    if not task.cancelled():
+        task.exception()
 
 
-def _cut(payload: bytes, block: int | None, ticket: Ticket | None) -> tuple[list[PushChunk], int]:
-    """Cut a block, or with None the window state."""
-    chunks = chunks_of(payload, block_index=block or 0, ticket=ticket, is_window=block is None)
-    return list(chunks), block_crc32(payload)
+async def _next_reply(call: Any, seconds: float) -> HoldReply | None:
+    """Return None after the last one. Raises TimeoutError."""
+    async with asyncio.timeout(seconds):
+        reply = await call.read()
+    return None if reply is grpc.aio.EOF else reply

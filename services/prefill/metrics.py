@@ -25,6 +25,7 @@ _COUNTERS = {"num_tokens": "Prompt tokens computed.", "num_steps": "Steps."}
 _WINDOW_COUNTERS = {
     "hits": "Sequences that started from a saved window state.",
     "misses": "Sequences with found blocks for which no usable window state was here.",
+    "saved": "Window states saved.",
     "damaged": "Window states that were not what they should be, and were removed.",
     "evicted": "Window states removed to make room.",
     "dropped": "Window states that were not saved.",
@@ -68,8 +69,18 @@ class PrefillMetrics:
             f"{_PREFIX}_handoff_bytes", "Bytes handed over to decode.", ["backend"], registry=registry
         )
         self._handoffs = Counter(f"{_PREFIX}_handoffs", "Finished handoffs.", ["backend"], registry=registry)
-        self.kv_write_drops = Counter(
-            f"{_PREFIX}_kv_write_drops", "Blocks that were not written to the KV store.", registry=registry
+        self._aborts = Counter(f"{_PREFIX}_handoff_aborts", "Handoffs given up.", ["reason"], registry=registry)
+        self._write_drops = Counter(
+            f"{_PREFIX}_kv_write_drops", "Blocks that were not written to the KV store.", ["reason"], registry=registry
+        )
+        self._loaded_tokens = Counter(
+            f"{_PREFIX}_loaded_tokens", "Prompt tokens whose KV came from the KV store.", registry=registry
+        )
+        self._load_seconds = Counter(f"{_PREFIX}_load_seconds", "Time spent loading them.", registry=registry)
+        self._saved_seconds = Counter(
+            f"{_PREFIX}_saved_seconds",
+            "What computing them would have taken at the measured speed, less the time spent loading.",
+            registry=registry,
         )
         self.step_seconds = Histogram(
             f"{_PREFIX}_step_seconds", "Duration of steps.", registry=registry, buckets=_STEP_BUCKETS
@@ -79,3 +90,17 @@ class PrefillMetrics:
         """Count one finished handoff."""
         self._handoffs.labels(backend).inc()
         self._handoff_bytes.labels(backend).inc(num_bytes)
+
+    def count_abort(self, reason: str) -> None:
+        """Count one handoff that was begun and given up."""
+        self._aborts.labels(reason).inc()
+
+    def count_load(self, num_tokens: int, *, seconds: float, recompute_seconds: float) -> None:
+        """Count one load from the KV store. A load that was slower than computing saved nothing."""
+        self._loaded_tokens.inc(num_tokens)
+        self._load_seconds.inc(seconds)
+        self._saved_seconds.inc(max(recompute_seconds - seconds, 0.0))
+
+    def count_write_drop(self, reason: str, num_blocks: int) -> None:
+        """Count blocks that the store will not get."""
+        self._write_drops.labels(reason).inc(num_blocks)

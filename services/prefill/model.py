@@ -60,6 +60,7 @@ def limits_of(executor: Executor, *, obeys_grammars: bool = False) -> Limits:
         window_bytes=layout.window_bytes,
         embedding_bytes=_EMBEDDING_ITEM_BYTES * executor.config.hidden_size,
         grammar_kind=KIND if obeys_grammars else "",
+        scores_prompts=executor.replay == "off",
         image_token_ids=frozenset(executor.config.image_token_ids),
     )
 

@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kernels.batch import NO_REPLAY, Replay, Sampled, SamplingParams
+from kernels.batch import NO_REPLAY, Replay, Sampled, SamplingParams, Scored
 from kernels.kv.window import NULL_WINDOW
 from proto.common_pb2 import ImageRef
 from services.chassis.embeddings import ImageFeed
+from services.chassis.kvstore_writer import Origin
 from services.prefill.scheduler import Span
 
 
@@ -53,6 +54,8 @@ class FirstTokenSampled:
     computed_tokens: int
     queue_seconds: float
     compute_seconds: float
+    scores: Sequence[Scored] = ()
+    """Of the prompt's tokens from the second on, where they were asked for."""
 
 
 Happening = HitFound | EmbeddingsWanted | LastChunkStarted | ChunkDone | FirstTokenSampled
@@ -76,6 +79,10 @@ class Prompt:
     images: ImageFeed = field(default_factory=ImageFeed)
     spans: tuple[Span, ...] = ()
     """Of the images."""
+    origin: Origin = field(default_factory=Origin)
+    """Of its blocks, when they go to the KV store."""
+    num_scores: int | None = None
+    """Asks for the logprob of every token and this many alternatives: the prompt is then computed whole."""
     submitted: float = field(default_factory=time.monotonic)
 
     sequence: int = 0
@@ -96,6 +103,8 @@ class Prompt:
     """Where the window state is saved, and chunks end."""
     is_loading: bool = False
     first_chunk: float = 0.0
+    scores: list[Scored] = field(default_factory=list)
+    """Of the computed tokens' followers."""
 
     @property
     def remaining_tokens(self) -> int:

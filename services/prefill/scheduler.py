@@ -46,6 +46,9 @@ class PromptView:
     images: tuple[Span, ...] = ()
     """In order, without overlap."""
 
+    is_scored: bool = False
+    """The logits of all its tokens are wanted, not of the last one alone."""
+
     @property
     def ready_tokens(self) -> int:
         return self.remaining_tokens - self.held_back_tokens
@@ -82,6 +85,8 @@ STEP_SECONDS = 1.0
 """Longest wanted step: cancels are obeyed, and new prompts let in, between two steps."""
 LEAST_CHUNK_TOKENS = 128
 """Below it a step costs nearly as much as this many tokens do."""
+SCORED_TOKENS = 256
+"""Most tokens of a step whose logits are all wanted: 130 MB of them for a vocabulary of 129,000."""
 
 
 def step_budget(*, chunk_tokens: int, tokens_per_second: float) -> int:
@@ -100,13 +105,16 @@ def next_chunks(prompts: Sequence[PromptView], *, chunk_tokens: int) -> list[Chu
     The first in line takes all it can use; what it leaves goes to the next, so several short prompts share a step.
     """
     chunks: list[Chunk] = []
+    scored_tokens = SCORED_TOKENS
     for prompt in in_order([p for p in prompts if not p.needed_blocks and not p.is_loading]):
         if chunk_tokens <= 0:
             break
-        share = _share(prompt, chunk_tokens, is_first=not chunks)
+        budget = min(chunk_tokens, scored_tokens) if prompt.is_scored else chunk_tokens
+        share = _share(prompt, budget, is_first=not chunks)
         if share == 0:
             continue
         chunk_tokens -= share
+        scored_tokens -= share if prompt.is_scored else 0
         chunks.append(Chunk(sequence=prompt.sequence, num_tokens=share))
     return chunks
 

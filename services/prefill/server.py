@@ -22,13 +22,15 @@ from proto.prefill_pb2_grpc import PrefillServicer, add_PrefillServicer_to_serve
 from services.chassis.embeddings import EmbeddingsRoom, EmbeddingsSource
 from services.chassis.engine_thread import EngineThread
 from services.chassis.errors import FathomError, NoReplica, Overloaded, to_stream_error
-from services.chassis.kvstore_client import BlockWriter
+from services.chassis.kvstore_client import Stores
+from services.chassis.kvstore_writer import BlockWriter
 from services.chassis.load_reports import report_load
 from services.chassis.request_tasks import RequestStream, RequestTasks
 from services.chassis.service import Service
 from services.prefill.config import PrefillSettings
 from services.prefill.engine import Load, PrefillEngine
 from services.prefill.flow import DELIVER_SECONDS, PromptFlow, Surroundings
+from services.prefill.handoff import aborts_said
 from services.prefill.metrics import LoadCollector, PrefillMetrics, WindowStoreCollector
 from services.prefill.model import card_of, limits_of, load_model, open_grammars
 from services.prefill.states import States, open_worker
@@ -131,7 +133,7 @@ def assemble(
     *,
     chunk_tokens: int,
     channel: Callable[[str], grpc.aio.Channel],
-    kvstore: grpc.aio.Channel | None = None,
+    kvstore: Stores | None = None,
     windows: WindowWorker | None = None,
     grammars: GrammarFactory | None = None,
     deliver_seconds: float = DELIVER_SECONDS,
@@ -142,9 +144,9 @@ def assemble(
     """
     writer = None
     if kvstore is not None:
-        on_drop: Callable[[int], None] = metrics.kv_write_drops.inc
-        fingerprint = executor.fingerprint
-        writer = BlockWriter(kvstore, fingerprint=fingerprint, max_bytes=WRITEBACK_BYTES, on_drop=on_drop)
+        writer = BlockWriter(
+            kvstore, fingerprint=executor.fingerprint, max_bytes=WRITEBACK_BYTES, on_drop=metrics.count_write_drop
+        )
     states = States(executor, windows)
     engine = PrefillEngine(
         executor,
@@ -166,7 +168,7 @@ def assemble(
         embeddings=EmbeddingsSource(channel, EmbeddingsRoom(), limits.embedding_bytes),
         channel=channel,
         kvstore=kvstore,
-        on_handoff=metrics.count_handoff,
+        counters=metrics,
         deliver_seconds=deliver_seconds,
     )
     return Replica(Servicer(around), engine, writer, states)
@@ -194,9 +196,10 @@ async def build(service: Service) -> None:
         grammars=grammars,
         chunk_tokens=settings.chunk_tokens,
         channel=service.channel,
-        kvstore=service.channel(settings.kvstore_address, "kvstore") if settings.kvstore_address else None,
+        kvstore=Stores.of(settings.kvstore_address, lambda address: service.channel(address, "kvstore")),
     )
-    service.on_drain(replica.servicer.tasks.drain)
+    service.on_drain(replica.servicer.tasks.drain)  # a prompt ends when decode has its KV, or its handoff's time is up
+    service.on_drain(aborts_said)
     if replica.writer is not None:
         service.spawn(replica.writer.run(), "writeback")
         service.on_drain(replica.writer.flush)

@@ -76,10 +76,10 @@ async def test_a_deadline_reaches_the_server_and_ends_the_call(store) -> None:
     with pytest.raises(DeadlinePassed):
         await stub.Lookup(LookupRequest(), timeout=0.2)
 
-    assert 0.15 < asyncio.get_running_loop().time() - started < 1.0
+    assert 0.15 < asyncio.get_running_loop().time() - started < 3.0
     # gRPC rounds the deadline it sends up, by at most a hundredth here.
     assert 0 < servicer.seen_remaining <= 0.21
-    await asyncio.wait_for(servicer.cancelled.wait(), 2)
+    await asyncio.wait_for(servicer.cancelled.wait(), 10)
 
 
 async def test_cancelling_our_own_task_stays_a_cancellation(store) -> None:
@@ -95,7 +95,7 @@ async def test_cancelling_our_own_task_stays_a_cancellation(store) -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await asyncio.wait_for(servicer.cancelled.wait(), 2)
+    await asyncio.wait_for(servicer.cancelled.wait(), 10)
 
 
 async def test_only_idempotent_unary_calls_are_retried(store) -> None:

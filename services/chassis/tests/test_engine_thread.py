@@ -57,7 +57,7 @@ async def test_an_idle_engine_turns_once_per_job(thread):
 
 
 async def test_an_idle_engine_wakes_at_once(thread):
-    """A call into a sleeping engine takes well under a millisecond of its own; ten allow for a busy machine."""
+    """A call into a sleeping engine takes well under a millisecond of its own; thirty allow for a busy machine."""
     await thread.call(lambda: None)
     spent = []
     for _ in range(20):
@@ -65,7 +65,7 @@ async def test_an_idle_engine_wakes_at_once(thread):
         await thread.call(lambda: None)
         spent.append(time.perf_counter() - started)
 
-    assert sorted(spent)[10] < 0.01
+    assert sorted(spent)[10] < 0.03
 
 
 async def test_a_busy_engine_still_hears_jobs(thread):

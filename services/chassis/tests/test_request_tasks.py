@@ -98,7 +98,7 @@ async def test_requests_end_by_cancel_by_their_stream_or_by_themselves():
         assert not draining.done()
         waiting.release.set()
         assert [1] == list((await anext(events)).token_ids)
-        await asyncio.wait_for(draining, 2)
+        await asyncio.wait_for(draining, 10)
         assert waiting.tasks.is_draining
         assert ["a", "b", "c"] == waiting.ended
         await two.close()

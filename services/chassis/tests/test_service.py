@@ -115,7 +115,7 @@ async def test_a_background_task_that_fails_stops_the_service() -> None:
             raise ValueError("doomed")
 
         service.spawn(doomed(), "doomed")
-        await asyncio.wait_for(service.stopping.wait(), 2)
+        await asyncio.wait_for(service.stopping.wait(), 10)
         assert 1 == service.exit_code
 
 

@@ -90,8 +90,8 @@ async def test_a_lost_peer_wakes_every_request_within_milliseconds() -> None:
         assert [5] == await take(waiting[0], 1)
         for subscription in waiting:
             with pytest.raises(PeerLost, match="decode-0"):
-                await asyncio.wait_for(anext(subscription), 2)
-        assert asyncio.get_running_loop().time() - started < 0.25
+                await asyncio.wait_for(anext(subscription), 10)
+        assert asyncio.get_running_loop().time() - started < 1.0  # milliseconds, where nothing else runs
         with pytest.raises(PeerLost):
             await stream.send(submit("a", 6))
 
@@ -120,7 +120,7 @@ async def test_silence_is_a_loss() -> None:
     ):
         subscription = await stream.open_request("a")
         with pytest.raises(PeerLost, match="silent"):
-            await asyncio.wait_for(anext(subscription), 2)
+            await asyncio.wait_for(anext(subscription), 10)
 
 
 async def test_heartbeats_keep_an_idle_stream_alive() -> None:
@@ -141,9 +141,9 @@ async def test_a_silent_client_is_noticed_by_the_server() -> None:
     servicer = EchoDecode(silence_seconds=0.2)
     async with testing.serve(servicer.add) as address, stream_to(address, heartbeat_seconds=60) as stream:
         subscription = await stream.open_request("a")
-        await asyncio.wait_for(servicer.ended.wait(), 2)
+        await asyncio.wait_for(servicer.ended.wait(), 10)
         with pytest.raises(PeerLost):
-            await asyncio.wait_for(anext(subscription), 2)
+            await asyncio.wait_for(anext(subscription), 10)
 
 
 async def test_a_client_that_leaves_ends_the_servers_stream() -> None:
@@ -152,7 +152,7 @@ async def test_a_client_that_leaves_ends_the_servers_stream() -> None:
         async with stream_to(address) as stream:
             await stream.open_request("a")
             await testing.until(lambda: servicer.num_streams == 1)
-        await asyncio.wait_for(servicer.ended.wait(), 2)
+        await asyncio.wait_for(servicer.ended.wait(), 10)
         assert servicer.sender is not None
         assert servicer.sender.closed.is_set()
 
@@ -167,7 +167,7 @@ async def test_a_gap_in_the_frame_numbers_is_a_loss() -> None:
         servicer.sender._sequence += 1
         await stream.send(submit("a", 1))
         with pytest.raises(PeerLost, match="frame 2 came instead of 1"):
-            await asyncio.wait_for(anext(subscription), 2)
+            await asyncio.wait_for(anext(subscription), 10)
 
 
 async def test_a_slow_reader_ends_its_own_request_and_no_other() -> None:
@@ -216,8 +216,8 @@ async def test_what_is_put_in_one_turn_leaves_in_one_frame() -> None:
     for name in ("a", "b", "c"):
         sender.put(TokenEvent(request_id=name))
 
-    frame = await asyncio.wait_for(first, 1)
-    beat = await asyncio.wait_for(anext(frames), 1)
+    frame = await asyncio.wait_for(first, 5)
+    beat = await asyncio.wait_for(anext(frames), 5)
 
     assert (["a", "b", "c"], 1) == ([event.request_id for event in frame.events], frame.sequence)
     assert ([], 2) == (list(beat.events), beat.sequence)

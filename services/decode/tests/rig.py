@@ -3,7 +3,7 @@
 import asyncio
 import functools
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,20 +15,27 @@ from kernels.batch import Batch, Image, Row
 from kernels.executor import Executor
 from kernels.grammar import Matcher
 from proto.common_pb2 import Cancel, Heartbeat, Request, SamplingParams, StopRules, Ticket, TokenEvent, TokenFrame
-from proto.decode_pb2 import CommitRequest, DecodeCommand, DecodeSubmit, ReserveReply, ReserveRequest
-from proto.decode_pb2_grpc import DecodeStub, add_DecodeServicer_to_server
+from proto.decode_pb2 import (
+    CommitRequest,
+    DecodeCommand,
+    DecodeSubmit,
+    HoldReply,
+    ReserveReply,
+    ReserveRequest,
+)
+from proto.decode_pb2_grpc import DecodeStub, IntakeStub
 from services.chassis.block_keys import block_keys, image_extras
 from services.chassis.channel import open_channel
 from services.chassis.engine_thread import EngineThread
-from services.chassis.handoff import block_crc32, chunks_of, fill_staging
-from services.chassis.kvstore_client import BlockWriter
+from services.chassis.handoff import PeerStaging, block_crc32, chunks_of
+from services.chassis.kvstore_writer import BlockWriter
 from services.chassis.streams import PeerStream
 from services.chassis.testing import serve
 from services.chassis.window_store import WindowWorker
 from services.decode.metrics import DecodeMetrics
 from services.decode.model import replay_of
 from services.decode.sampling import has_penalties, sampling_params
-from services.decode.server import Replica, assemble
+from services.decode.server import Replica, add_to_server, assemble
 from services.decode.states import open_worker
 from services.decode.tests.tiny_model import write_tiny_model
 
@@ -143,6 +150,8 @@ class Rig:
 
     replica: Replica
     stub: Any
+    holds: Any
+    """Stub of the intake."""
     stream: PeerStream[DecodeCommand, TokenFrame]
     source: Source
     fingerprint: bytes
@@ -168,7 +177,8 @@ class Rig:
     async def cancel(self, request_id: str) -> None:
         await self.stream.send(DecodeCommand(cancel=Cancel(request_id=request_id, reason="test")))
 
-    async def reserve(self, wanted: Request, **changes: Any) -> ReserveReply:
+    def ask(self, wanted: Request, **changes: Any) -> ReserveRequest:
+        """What prefill asks for."""
         tokens = wanted.prompt_token_ids
         asked: dict[str, Any] = {
             "request_id": wanted.request_id,
@@ -179,24 +189,36 @@ class Rig:
             "kv_tokens": len(tokens),
             "deadline_unix_seconds": wanted.deadline_unix_seconds,
         }
-        reply: ReserveReply = await self.stub.Reserve(ReserveRequest(**(asked | changes)), timeout=20)
+        return ReserveRequest(**(asked | changes))
+
+    async def reserve(self, wanted: Request, **changes: Any) -> ReserveReply:
+        reply: ReserveReply = await self.stub.Reserve(self.ask(wanted, **changes), timeout=20)
         return reply
+
+    async def hold(self, wanted: Request) -> tuple[Any, ReserveReply]:
+        """Reserve as prefill does, and keep the room with the call that is returned too."""
+        call: Any = self.holds.Hold(self.ask(wanted), timeout=20)
+        async with asyncio.timeout(5):
+            first: HoldReply = await call.read()
+        return call, first.reserved
 
     async def push(self, reply: ReserveReply, blocks: tuple[bytes, ...], window: bytes = b"") -> list[int]:
         """Send the missing blocks and the window the way the reservation says; return the blocks' checksums."""
         missing = blocks[reply.present_blocks :]
         crcs = [block_crc32(block) for block in missing]
         if reply.shm_path:
-            return fill_staging(
-                reply.shm_path,
-                nonce=reply.ticket.nonce,
-                num_blocks=len(missing),
-                block_bytes=self.source.executor.layout.block_bytes,
-                first_block=0,
-                payloads=missing,
-                window_bytes=len(window),
-                window=window,
-            )[: len(crcs)]
+            fill(
+                PeerStaging(
+                    reply.shm_path,
+                    nonce=reply.ticket.nonce,
+                    num_blocks=len(missing),
+                    block_bytes=self.source.executor.layout.block_bytes,
+                    window_bytes=len(window),
+                ),
+                missing,
+                window,
+            )
+            return crcs
         if missing or window:
             await self.stub.Push(self._chunks(reply, missing, window), timeout=20)
         return crcs
@@ -265,14 +287,14 @@ async def decode_replica(
     worker = open_worker(executor, max_bytes=1 << 22, root=states) if states is not None else None
     asked |= {"channel": channel_to, "windows": worker} | options
     replica = assemble(executor, thread, DecodeMetrics(CollectorRegistry()), **asked)
-    async with serve(lambda server: add_DecodeServicer_to_server(replica.servicer, server)) as address:
+    async with serve(lambda server: add_to_server(replica, server)) as address:
         channel = open_channel(address, peer="decode")
         stub: Any = DecodeStub(channel)
         stream: PeerStream[DecodeCommand, TokenFrame] = PeerStream(
             stub.Run, lambda: DecodeCommand(heartbeat=Heartbeat()), _events, "decode"
         )
         try:
-            yield Rig(replica, stub, stream, Source(folder), executor.fingerprint, address)
+            yield Rig(replica, stub, IntakeStub(channel), stream, Source(folder), executor.fingerprint, address)
         finally:
             await stream.close()
             replica.intake.close()
@@ -281,6 +303,14 @@ async def decode_replica(
     await thread.stop()
     if worker is not None:
         await worker.close()
+
+
+def fill(staging: PeerStaging, blocks: Sequence[bytes], window: bytes = b"") -> None:
+    """Write blocks and window as a peer on this host does, and let go of the file."""
+    for place, block in enumerate(blocks):
+        staging.block(place)[:] = block
+    staging.window()[:] = window
+    assert staging.close()
 
 
 def _events(frame: TokenFrame) -> list[tuple[str, TokenEvent]]:

@@ -6,9 +6,9 @@ import time
 import pytest
 
 from proto.common_pb2 import Ticket
-from proto.decode_pb2 import AbortRequest
+from proto.decode_pb2 import AbortRequest, PushChunk
 from services.chassis.errors import BlocksLost, InvalidRequest, Overloaded, PeerLost, PromptTooLong
-from services.chassis.handoff import StagingUnavailableError
+from services.chassis.handoff import StagingUnavailableError, block_crc32
 from services.decode.tests.rig import BLOCK, collect, decode_replica, request, tokens_of
 from services.decode.tests.tiny_model import CONTEXT
 
@@ -83,6 +83,51 @@ async def test_missing_bytes_are_refused(rig):
         crcs = [1, 2, 3]
         with pytest.raises(BlocksLost):
             await rig.commit(wanted, reply, send(crcs), computed.first_token_id)
+
+
+@pytest.mark.parametrize("trouble", ["corrupted", "truncated", "swapped"])
+async def test_pieces_that_are_not_what_was_summed_are_refused(rig, trouble):
+    """A flipped bit, a block cut short, two blocks in each other's place: in a file or in pieces, nothing starts."""
+    wanted = request(trouble, 40)
+    computed = rig.source.prompt(wanted)
+    first, *rest = computed.blocks
+    match trouble:
+        case "corrupted":
+            sent = (bytes([first[0] ^ 4]) + first[1:], *rest)
+        case "truncated":
+            sent = (first[: len(first) // 2] + bytes(len(first) // 2), *rest)
+        case _:
+            sent = (rest[0], first, *rest[1:])
+    reply = await rig.reserve(wanted)
+    await rig.push(reply, sent)
+    with pytest.raises(BlocksLost, match="damaged"):
+        await rig.commit(wanted, reply, [block_crc32(each) for each in computed.blocks], computed.first_token_id)
+    await rig.idle()
+    assert 0 == rig.replica.engine.load.cached_blocks
+
+
+async def test_a_piece_with_a_wrong_checksum_ends_the_push(folder):
+    """At once, not at the commit; the room is free, and the ticket is worth nothing any more."""
+    async with decode_replica(folder) as rig:
+        wanted = request("piece", 40)
+        call, reply = await rig.hold(wanted)
+        piece = PushChunk(ticket=reply.ticket, data=b"x" * 10, crc32=1)
+        with pytest.raises(BlocksLost, match="damaged"):
+            await rig.stub.Push(iter([piece]), timeout=5)
+        await rig.idle()
+        with pytest.raises(BlocksLost, match="damaged"):
+            await call.read()
+
+
+async def test_without_shared_memory_left_blocks_come_over_grpc(folder, tmp_path):
+    """Room that cannot be made in the folder is made in plain memory, and offered without a file."""
+    async with decode_replica(folder, shm=tmp_path / "full") as rig:
+        wanted = request("full", 40)
+        reply = await rig.reserve(wanted)
+        assert "" == reply.shm_path
+        await rig.stub.Abort(AbortRequest(ticket=reply.ticket), timeout=5)
+        expected = rig.source.answer(wanted)
+        assert expected == await rig.answer(wanted)
 
 
 async def test_a_ticket_commits_once(rig):

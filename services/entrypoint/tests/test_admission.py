@@ -41,6 +41,7 @@ def test_a_prompt_that_leaves_room_for_one_token_enters(tokens):
         ({"sampling": SamplingParams(logit_bias=[LogitBias(token_id=1000)])}, InvalidRequest, "logit_bias"),
         ({"images": [ImageRef(num_tokens=1)]}, BadImage, "messages"),
         ({"prompt_token_ids": [1, 1002, 1001]}, InvalidRequest, "prompt"),
+        ({"retention": 3}, InvalidRequest, "retention"),
     ],
 )
 def test_what_the_model_cannot_answer_names_the_field(changes, error, field):

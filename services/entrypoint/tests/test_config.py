@@ -37,3 +37,12 @@ async def test_a_whole_entrypoint_starts_and_drains_without_any_peer():
     async with running(settings, build) as service:
         assert isinstance(service, Service)
         assert service.health()["ready"]
+
+
+@pytest.mark.parametrize("address", ["store", "a=store:1,a=store:2", "store:1 store:2"])
+def test_a_bad_list_of_stores_is_refused(address):
+    """Two processes that read it differently would place blocks differently."""
+    settings, problems = check(EntrypointSettings, {**GIVEN, "FATHOM_ENTRYPOINT_KVSTORE_ADDRESS": address})
+
+    assert settings is None
+    assert ["FATHOM_ENTRYPOINT_KVSTORE_ADDRESS"] == [problem.split(":")[0] for problem in problems]

@@ -3,6 +3,7 @@
 import random
 import zlib
 from pathlib import Path
+from typing import Any
 
 from services.kvstore.segments import Block
 from services.kvstore.store import Store
@@ -21,13 +22,22 @@ def payload(number: int, num_bytes: int = 5000) -> bytes:
     return random.Random(number).randbytes(num_bytes)
 
 
-def block(number: int, num_bytes: int = 5000, *, fingerprint: bytes = FINGERPRINT) -> Block:
+def block(
+    number: int,
+    num_bytes: int = 5000,
+    *,
+    fingerprint: bytes = FINGERPRINT,
+    retention: int = 0,
+    tenant: str = "",
+) -> Block:
     data = payload(number, num_bytes)
-    return Block(key(number), fingerprint, data, zlib.crc32(data))
+    return Block(key(number), fingerprint, data, zlib.crc32(data), retention, tenant)
 
 
-async def open_store(folder: Path, *, max_bytes: int = 64 * MEBIBYTE, segment_bytes: int = MEBIBYTE) -> Store:
-    return await Store.open(folder, max_bytes=max_bytes, segment_bytes=segment_bytes)
+async def open_store(
+    folder: Path, *, max_bytes: int = 64 * MEBIBYTE, segment_bytes: int = MEBIBYTE, **options: Any
+) -> Store:
+    return await Store.open(folder, max_bytes=max_bytes, segment_bytes=segment_bytes, **options)
 
 
 async def read_all(store: Store, numbers: list[int], fingerprint: bytes = FINGERPRINT) -> list[bytes]:

@@ -1,17 +1,10 @@
 """Is every served block right, whatever a crash or the disk did to the files?"""
 
-import asyncio
 import os
 import random
 import shutil
-import signal
-import subprocess
-import sys
-import time
 import zlib
 from pathlib import Path
-
-import pytest
 
 from services.kvstore.directory import segment_files
 from services.kvstore.format import ALIGN_BYTES, HEADER_BYTES, footer_bytes, pack_header, record_bytes
@@ -22,6 +15,7 @@ from services.kvstore.tests.blocks import FINGERPRINT, block, flip, key, open_st
 NUMBERS = list(range(8))
 SIZE = 6000
 RECORD = record_bytes(SIZE)
+LOCATIONS = [BlockLocation(key(number), FINGERPRINT, 1, 0, SIZE, 0) for number in NUMBERS]
 GOOD = {number: payload(number, SIZE) for number in NUMBERS}
 
 
@@ -51,7 +45,7 @@ async def test_a_file_cut_anywhere_serves_only_whole_blocks(tmp_path: Path) -> N
     path = await fill(tmp_path / "full")
     rng = random.Random(1)
     edges = [0, 1, HEADER_BYTES, RECORD - 1, RECORD, RECORD + 1, 8 * RECORD, path.stat().st_size - 1]
-    for cut in [*edges, *(rng.randrange(path.stat().st_size) for _ in range(25))]:
+    for cut in [*edges, *(rng.randrange(path.stat().st_size) for _ in range(10))]:
         found = await reopen(path, tmp_path / f"cut{cut}-{rng.random()}", lambda copy, cut=cut: os.truncate(copy, cut))
         whole = [n for n in NUMBERS if n * RECORD + HEADER_BYTES + SIZE <= cut]
         assert {n: GOOD[n] for n in whole} == found, cut
@@ -62,12 +56,30 @@ async def test_a_flipped_byte_loses_at_most_its_own_block(tmp_path: Path) -> Non
     path = await fill(tmp_path / "full")
     rng = random.Random(2)
     size = path.stat().st_size
-    places = [0, 8, HEADER_BYTES - 1, HEADER_BYTES, size - 1, size - footer_bytes(8), 8 * RECORD]
-    for place in [*places, *(rng.randrange(size) for _ in range(30))]:
+    places = [0, 8, HEADER_BYTES - 1, HEADER_BYTES, size - 1, size - footer_bytes(LOCATIONS), 8 * RECORD]
+    for place in [*places, *(rng.randrange(size) for _ in range(12))]:
         found = await reopen(path, tmp_path / f"flip{place}-{rng.random()}", lambda copy, at=place: flip(copy, at))
         number, within = divmod(place, RECORD)
         is_hit = number < len(NUMBERS) and within < HEADER_BYTES + SIZE
         assert {n: GOOD[n] for n in NUMBERS if not is_hit or n != number} == found, place
+
+
+async def test_a_tail_of_zeros_is_passed_over(tmp_path: Path) -> None:
+    """Room that was made for records which never came is no damage and hides nothing."""
+    path = await fill(tmp_path / "full")
+
+    def damage(copy: Path) -> None:
+        os.truncate(copy, 6 * RECORD)
+        os.truncate(copy, 400 * RECORD)
+
+    assert {n: GOOD[n] for n in range(6)} == await reopen(path, tmp_path / "zeros", damage)
+
+    def zero(copy: Path) -> None:
+        with copy.open("r+b") as file:
+            file.seek(3 * RECORD)
+            file.write(bytes(path.stat().st_size - 3 * RECORD))
+
+    assert {n: GOOD[n] for n in range(3)} == await reopen(path, tmp_path / "zeroed", zero)
 
 
 async def test_damage_in_an_unsealed_segment_does_not_hide_what_follows(tmp_path: Path) -> None:
@@ -99,7 +111,7 @@ async def test_random_damage_never_yields_wrong_bytes(tmp_path: Path) -> None:
             )
         copy.write_bytes(data + rng.choice([b"", rng.randbytes(9000)]))
 
-    for attempt in range(25):
+    for attempt in range(10):
         found = await reopen(path, tmp_path / f"r{attempt}", damage)
         assert {n: GOOD[n] for n in found} == found
 
@@ -107,7 +119,7 @@ async def test_random_damage_never_yields_wrong_bytes(tmp_path: Path) -> None:
 async def test_a_payload_that_looks_like_a_record_is_not_taken_for_one(tmp_path: Path) -> None:
     """Even behind a damaged header, bytes a writer chose cannot name a block: they do not know the segment's epoch."""
     inner = BlockLocation(key(77), FINGERPRINT, 1, HEADER_BYTES, 10, 0)
-    forged = pack_header(inner, epoch=0, created_seconds=0.0) + bytes(ALIGN_BYTES)
+    forged = pack_header(inner, epoch=0) + bytes(ALIGN_BYTES)
     store = await open_store(tmp_path)
     await store.write(Block(key(1), FINGERPRINT, forged, zlib.crc32(forged)))
     await store.write(block(2))
@@ -130,7 +142,7 @@ async def test_a_record_of_another_place_or_file_is_not_served(tmp_path: Path) -
     assert {} == found
     other = tmp_path / "renamed"
     other.mkdir()
-    shutil.copy(path, other / f"000000000001-{'0' * 16}.seg")
+    shutil.copy(path, other / f"000000000001-{'0' * 16}-any.seg")
     store = await open_store(other)
     assert {} == await served(store, NUMBERS)
     await store.close()
@@ -155,51 +167,3 @@ async def test_foreign_files_stay_untouched(tmp_path: Path) -> None:
     await (await open_store(tmp_path)).close()
 
     assert [b"keep me"] * 3 == [file.read_bytes() for file in foreign]
-
-
-WRITER = """
-import asyncio, sys
-from pathlib import Path
-from services.kvstore.tests.blocks import block, open_store
-
-async def main():
-    store = await open_store(Path(sys.argv[1]), max_bytes=1 << 30, segment_bytes=400_000)
-    async def one(number):
-        await store.write(block(number, 30_000))
-        print(number, flush=True)
-    number = int(sys.argv[2])
-    while True:
-        await asyncio.gather(*(one(number + n) for n in range(5)))
-        number += 5
-
-asyncio.run(main())
-"""
-
-
-def write_until_killed(folder: Path, first: int, seconds: float) -> list[int]:
-    """Let a process write blocks, kill -9 it, and return the numbers whose writes it was told are done."""
-    command = [sys.executable, "-c", WRITER, str(folder), str(first)]
-    with subprocess.Popen(command, cwd=Path(__file__).parents[3], stdout=subprocess.PIPE, text=True) as writer:
-        assert writer.stdout is not None
-        lines = [writer.stdout.readline()]
-        time.sleep(seconds)
-        writer.send_signal(signal.SIGKILL)
-        lines += writer.stdout.readlines()
-    return [int(line) for line in lines if line.endswith("\n")]
-
-
-@pytest.mark.slow
-async def test_killed_at_any_moment_no_block_is_torn_and_no_acknowledged_one_lost(tmp_path: Path) -> None:
-    """kill -9 in the middle of writing, over and over on the same folder."""
-    rng = random.Random(4)
-    acknowledged: list[int] = []
-    for life in range(6):
-        first = life * 100_000
-        acknowledged += await asyncio.to_thread(write_until_killed, tmp_path, first, rng.uniform(0.0, 0.3))
-
-        store = await open_store(tmp_path, max_bytes=1 << 30, segment_bytes=400_000)
-        everything = sorted({*acknowledged, *range(first, max(acknowledged) + 50)})
-        found = await asyncio.wait_for(served(store, everything), 60)
-        await store.close()
-        assert {n: payload(n, 30_000) for n in found} == found
-        assert set(acknowledged) <= set(found)

@@ -2,87 +2,20 @@
 
 import asyncio
 import zlib
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
-from prometheus_client import generate_latest
 
 from proto.kvstore_pb2 import BlockChunk, GetStatsRequest, LookupRequest, ReadRequest
-from proto.kvstore_pb2_grpc import KvstoreStub
-from services.chassis.channel import open_channel
 from services.chassis.errors import InvalidRequest, Overloaded
-from services.chassis.service import Service
 from services.chassis.testing import running
 from services.kvstore import server as server_module
-from services.kvstore.config import KvstoreSettings
 from services.kvstore.directory import StoreLockedError
 from services.kvstore.tests.blocks import FINGERPRINT, OTHER_FINGERPRINT, flip, key, payload, segments
+from services.kvstore.tests.serving import PIECE, chunks, kvstore, lookup, metrics, read, settings_for, write
 
-if TYPE_CHECKING:
-    from proto.kvstore_pb2_grpc import KvstoreAsyncStub
-
-PIECE = 2 << 20
-SERVICES: dict[Path, Service] = {}
 BIG = PIECE + 700_000
-
-
-@asynccontextmanager
-async def kvstore(folder: Path, max_bytes: int = 64 << 20) -> AsyncIterator["KvstoreAsyncStub"]:
-    """A whole service on the folder, and a stub that talks to it as its peers do."""
-    async with (
-        running(settings_for(folder, max_bytes), server_module.build) as service,
-        open_channel(service.address, peer="kvstore") as channel,
-    ):
-        SERVICES[folder] = service
-        yield KvstoreStub(channel)
-    del SERVICES[folder]
-
-
-def metrics(folder: Path) -> dict[str, float]:
-    """What /metrics of the service on this folder shows of the store, without its prefix."""
-    lines = generate_latest(SERVICES[folder].metrics).decode().splitlines()
-    pairs = (line.removeprefix("fathom_kvstore_").split(" ") for line in lines if line.startswith("fathom_kvstore_"))
-    return {name: float(value) for name, value in pairs}
-
-
-def settings_for(folder: Path, max_bytes: int = 64 << 20) -> KvstoreSettings:
-    return KvstoreSettings(path=folder, max_bytes=max_bytes, segment_bytes=16 << 20, drain_seconds=1)
-
-
-def chunks(number: int, num_bytes: int = 5000, **changes) -> Iterator[BlockChunk]:
-    """One block as a writer sends it."""
-    data = payload(number, num_bytes)
-    for offset in range(0, num_bytes, PIECE):
-        piece = data[offset : offset + PIECE]
-        is_last = offset + len(piece) == num_bytes
-        fields = {
-            "block_key": key(number),
-            "fingerprint": FINGERPRINT if offset == 0 else b"",
-            "block_bytes": num_bytes,
-            "offset_bytes": offset,
-            "data": piece,
-            "block_crc32": zlib.crc32(data) if is_last else 0,
-            "retention": 1,
-        }
-        yield BlockChunk(**{**fields, **changes})
-
-
-async def write(stub: "KvstoreAsyncStub", *blocks: Iterator[BlockChunk]) -> tuple[int, int]:
-    reply = await stub.Write((chunk for one in blocks for chunk in one), timeout=10)
-    return reply.num_stored, reply.num_duplicate
-
-
-async def lookup(stub: "KvstoreAsyncStub", numbers: range, fingerprint: bytes = FINGERPRINT) -> int:
-    request = LookupRequest(block_keys=[key(n) for n in numbers], fingerprint=fingerprint)
-    return (await stub.Lookup(request, timeout=5)).num_blocks
-
-
-async def read(stub: "KvstoreAsyncStub", numbers: range, fingerprint: bytes = FINGERPRINT) -> list[BlockChunk]:
-    request = ReadRequest(block_keys=[key(n) for n in numbers], fingerprint=fingerprint)
-    return [chunk async for chunk in stub.Read(request, timeout=10)]
 
 
 async def test_blocks_travel_in_pieces_and_come_back_whole(tmp_path: Path) -> None:

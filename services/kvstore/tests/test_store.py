@@ -110,8 +110,8 @@ async def test_a_wrong_crc_publishes_nothing(tmp_path: Path) -> None:
 async def test_the_cap_holds_and_warm_segments_survive(tmp_path: Path) -> None:
     """Room is made by whole cold segments; what is hit stays; the files never exceed the cap."""
     store = await open_store(tmp_path, max_bytes=MEBIBYTE, segment_bytes=128 << 10)
-    for number in range(60):
-        await store.write(block(number, 40_000))
+    for number in range(0, 60, 3):
+        await asyncio.gather(*(store.write(block(number + n, 40_000)) for n in range(3)))
         assert 1 == store.lookup(FINGERPRINT, [key(0)])
         assert sum(path.stat().st_size for path in segments(tmp_path)) <= store.disk_bytes <= MEBIBYTE
     found = await served(store, list(range(60)))
@@ -127,8 +127,7 @@ async def test_the_cap_holds_and_warm_segments_survive(tmp_path: Path) -> None:
 async def test_a_lowered_cap_holds_from_the_start_on(tmp_path: Path) -> None:
     """A smaller disk allowance after a restart is obeyed."""
     store = await open_store(tmp_path, max_bytes=4 * MEBIBYTE, segment_bytes=128 << 10)
-    for number in range(60):
-        await store.write(block(number, 40_000))
+    await asyncio.gather(*(store.write(block(number, 40_000)) for number in range(60)))
     await store.close()
 
     store = await open_store(tmp_path, max_bytes=MEBIBYTE, segment_bytes=128 << 10)
@@ -146,21 +145,21 @@ async def test_eviction_never_pulls_a_segment_from_under_a_reader(tmp_path: Path
     wrong = []
 
     async def reader() -> None:
-        for _ in range(60):
+        for _ in range(40):
             number = rng.randrange(80)
             for data in await read_all(store, [number]):
                 if data != payload(number, 30_000):
                     wrong.append(number)
 
     async def writer() -> None:
-        for number in range(80):
-            await store.write(block(number, 30_000))
+        for number in range(0, 80, 4):
+            await asyncio.gather(*(store.write(block(number + n, 30_000)) for n in range(4)))
 
     await asyncio.wait_for(asyncio.gather(writer(), *(reader() for _ in range(4))), 20)
     await asyncio.sleep(0)
     assert [] == wrong
     assert 0 == store.counts.damaged_blocks
-    assert 0 == sum(segment.pins for segment in store._segments.values())
+    assert 0 == sum(segment.readers for segment in store.catalog.segments.values())
     await store.close()
 
 

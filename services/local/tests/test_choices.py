@@ -40,5 +40,5 @@ def test_a_refusal_names_the_option_and_what_is_allowed(options, expected: str) 
 
 def test_good_choices_pass() -> None:
     """What the services need besides is the launcher's business."""
-    settings = (("decode", "max_batch", "8"), ("prefill_lb", "max_queued_tokens", "9"), ("recipe", "model_name", "x"))
+    settings = (("decode", "max_batch", "8"), ("prefill_lb", "max_queued_tokens", "9"), ("recipe", "image_urls", "*"))
     check_choices(Options(model=Path("/m"), otlp_endpoint="http://127.0.0.1:4317", settings=settings))

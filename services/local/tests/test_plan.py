@@ -74,6 +74,25 @@ def test_addresses_lead_to_the_process_meant(tmp_path: Path) -> None:
     assert "127.0.0.1:8000" == plans["recipe-0"].settings["public_listen"]
 
 
+def test_store_replicas_share_the_disk_and_keep_their_names(tmp_path: Path) -> None:
+    """Each has a folder and a name of its own that outlive the ports; together they take no more than one may."""
+    plans = planned(tmp_path, num_kvstore=3, kv_bytes=9 * GIB)
+    stores = [plans[f"kvstore-{n}"] for n in range(3)]
+    told = {plans[name].settings["kvstore_address"] for name in ("entrypoint-0", "prefill-0", "decode-0")}
+
+    assert {",".join(f"{store.name}={store.address}" for store in stores)} == told
+    assert ["kv", "kv-1", "kv-2"] == [Path(store.settings["path"]).name for store in stores]
+    assert {str(3 * GIB)} == {store.settings["max_bytes"] for store in stores}
+    assert not any("object_store_url" in store.settings for store in stores)
+
+
+def test_store_replicas_share_an_object_store(tmp_path: Path) -> None:
+    """All are told of the same one."""
+    plans = planned(tmp_path, num_kvstore=2, kv_url="file:///mnt/kv")
+
+    assert {"file:///mnt/kv"} == {plans[f"kvstore-{n}"].settings["object_store_url"] for n in range(2)}
+
+
 def test_the_cluster_key_reaches_the_entrypoint_alone(tmp_path: Path) -> None:
     """A secret is told to the one service that needs it, and never on a command line."""
     plans = planned(tmp_path).values()

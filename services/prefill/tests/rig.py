@@ -14,15 +14,30 @@ from prometheus_client import CollectorRegistry
 from kernels.batch import Batch, Image, Row
 from kernels.executor import Executor
 from proto.common_pb2 import Cancel, Heartbeat, Request, SamplingParams, StopRules, Ticket, TokenFrame
-from proto.decode_pb2 import AbortReply, CommitReply, CommitRequest, DecodeLoad, PushReply, ReserveReply, ReserveRequest
-from proto.decode_pb2_grpc import DecodeServicer, add_DecodeServicer_to_server
+from proto.decode_pb2 import (
+    AbortReply,
+    CommitReply,
+    CommitRequest,
+    DecodeLoad,
+    HoldReply,
+    PushReply,
+    ReserveReply,
+    ReserveRequest,
+)
+from proto.decode_pb2_grpc import (
+    DecodeServicer,
+    IntakeServicer,
+    add_DecodeServicer_to_server,
+    add_IntakeServicer_to_server,
+)
 from proto.prefill_pb2 import PrefillCommand, PrefillDeliver, PrefillEvent, PrefillFrame, PrefillSubmit
 from proto.prefill_pb2_grpc import PrefillStub, add_PrefillServicer_to_server
 from services.chassis.block_keys import block_keys
 from services.chassis.channel import open_channel
 from services.chassis.engine_thread import EngineThread
+from services.chassis.errors import BlocksLost
 from services.chassis.handoff import Staging, block_crc32, check_chunk
-from services.chassis.kvstore_client import BlockWriter
+from services.chassis.kvstore_writer import BlockWriter
 from services.chassis.streams import PeerStream
 from services.chassis.testing import serve
 from services.chassis.window_store import WindowWorker
@@ -88,13 +103,14 @@ class Source:
         return self.executor.read_window(min(1, self.executor.num_windows))
 
 
-class KeepingDecode(DecodeServicer):
+class KeepingDecode(DecodeServicer, IntakeServicer):
     """Takes handoffs in and keeps them; `folder` offers shared memory, `present` blocks are said to be here."""
 
     def __init__(self, folder: Path | None, block_bytes: int) -> None:
         self.folder = folder
         self.block_bytes = block_bytes
         self.present = 0
+        self.socket_name = ""
         self.wrong_path = ""
         """Named instead of the true file."""
         self.errors: dict[str, Exception] = {}
@@ -105,7 +121,38 @@ class KeepingDecode(DecodeServicer):
         self.committed: list[tuple[CommitRequest, list[bytes]]] = []
         self.windows: list[bytes] = []
         """Of the committed ones."""
+        self.num_pushed = 0
+        """Bytes."""
         self.aborted: list[int] = []
+        self.held: dict[int, asyncio.Future[Exception | None]] = {}
+        """By epoch: set to end the call that holds it."""
+
+    def add(self, server: Any) -> None:
+        add_DecodeServicer_to_server(self, server)
+        add_IntakeServicer_to_server(self, server)
+
+    async def Hold(self, request: ReserveRequest, context: Any) -> AsyncIterator[HoldReply]:
+        reply = await self.Reserve(request, context)
+        epoch = reply.ticket.epoch
+        ended = self.held[epoch] = asyncio.get_running_loop().create_future()
+        try:
+            yield HoldReply(reserved=reply)
+            while not ended.done():
+                await asyncio.wait([ended], timeout=0.5)
+                yield HoldReply()
+        finally:
+            if not ended.done():
+                self._end(epoch)
+        error = ended.result()
+        if error is not None:
+            raise error
+
+    def _end(self, epoch: int, error: Exception | None = None) -> None:
+        """Give a reservation back."""
+        if epoch not in self.aborted:
+            self.aborted.append(epoch)
+        if not self.held[epoch].done():
+            self.held[epoch].set_result(error)
 
     async def Reserve(self, request: ReserveRequest, context: Any) -> ReserveReply:
         await self._trouble("Reserve")
@@ -117,7 +164,8 @@ class KeepingDecode(DecodeServicer):
         self.reserved[epoch] = request, staging
         ticket = Ticket(boot_id=request.boot_id, epoch=epoch, nonce=nonce, request_id=request.request_id)
         path = self.wrong_path or str(staging.path or "")
-        return ReserveReply(ticket=ticket, present_blocks=self.present, shm_path=path)
+        name = self.socket_name
+        return ReserveReply(ticket=ticket, present_blocks=self.present, shm_path=path, socket_name=name)
 
     async def Push(self, request_iterator: Any, context: Any) -> PushReply:
         await self._trouble("Push")
@@ -131,21 +179,24 @@ class KeepingDecode(DecodeServicer):
             else:
                 staging.write(chunk.block_index - self.present, chunk.offset_bytes, chunk.data)
             num_bytes += len(chunk.data)
+        self.num_pushed += num_bytes
         return PushReply(num_bytes=num_bytes)
 
     async def Commit(self, request: CommitRequest, context: Any) -> CommitReply:
         await self._trouble("Commit")
         staging = self.reserved[request.ticket.epoch][1]
-        blocks = [staging.read(block) for block in range(staging.num_blocks)]
+        blocks = [bytes(staging.block(block)) for block in range(staging.num_blocks)]
         assert list(request.block_crc32) == [block_crc32(block) for block in blocks]
-        window = staging.read_window()
+        window = bytes(staging.window())
         assert request.window_crc32 == (block_crc32(window) if window else 0)
         self.committed.append((request, blocks))
         self.windows.append(window)
+        self.held[request.ticket.epoch].set_result(None)
+        await self._trouble("Answer")
         return CommitReply()
 
     async def Abort(self, request: Any, context: Any) -> AbortReply:
-        self.aborted.append(request.ticket.epoch)
+        self._end(request.ticket.epoch, BlocksLost(request.reason))
         return AbortReply()
 
     async def Run(self, request_iterator: Any, context: Any) -> AsyncIterator[TokenFrame]:
@@ -171,7 +222,12 @@ class Rig:
     decode: KeepingDecode
     decode_address: str
     fingerprint: bytes
+    registry: CollectorRegistry
     boot_id: str = BOOT
+
+    def channel(self) -> Any:
+        """The channel to the decode side."""
+        return self.replica.servicer._around.channel(self.decode_address)
 
     @property
     def states(self) -> WindowWorker:
@@ -246,11 +302,12 @@ async def prefill_replica(
 
     worker = open_worker(executor, max_bytes=1 << 22, root=states) if states is not None else None
     asked: dict[str, Any] = {"chunk_tokens": 24, "channel": channel, "windows": worker} | options
-    replica = assemble(executor, thread, PrefillMetrics(CollectorRegistry()), **asked)
+    registry = CollectorRegistry()
+    replica = assemble(executor, thread, PrefillMetrics(registry), **asked)
     writing = asyncio.create_task(replica.writer.run()) if replica.writer is not None else None
     decode = KeepingDecode(shm, executor.layout.block_bytes)
     async with (
-        serve(lambda server: add_DecodeServicer_to_server(decode, server)) as decode_address,
+        serve(decode.add) as decode_address,
         serve(lambda server: add_PrefillServicer_to_server(replica.servicer, server)) as address,
     ):
         stub: Any = PrefillStub(channel(address))
@@ -258,7 +315,7 @@ async def prefill_replica(
             stub.Run, lambda: PrefillCommand(heartbeat=Heartbeat()), _events, "prefill"
         )
         try:
-            yield Rig(replica, stream, stub, Source(folder), decode, decode_address, executor.fingerprint)
+            yield Rig(replica, stream, stub, Source(folder), decode, decode_address, executor.fingerprint, registry)
         finally:
             await stream.close()
             for each in channels.values():

@@ -97,7 +97,7 @@ async def test_a_warm_prompt_starts_from_its_saved_state(rig, tmp_path, num_toke
 @pytest.mark.parametrize(("num_tokens", "cached"), [(100, 0), (217, with_state(217) - EXACT), (300, 272 - EXACT)])
 async def test_without_states_windows_are_computed_again_or_it_is_a_miss(v41, num_tokens, cached):
     """The bits stay the same; blocks that were found are neither written nor offered to the KV store again."""
-    async with memory_kvstore() as store, prefill_replica(v41, kvstore=store.channel) as rig:
+    async with memory_kvstore() as store, prefill_replica(v41, kvstore=store.stores) as rig:
         wanted = request("stateless", num_tokens)
         await first_of(rig, wanted)
         await asyncio.wait_for(rig.writer.flush(), 5)
@@ -118,10 +118,10 @@ async def test_without_states_windows_are_computed_again_or_it_is_a_miss(v41, nu
 async def test_blocks_come_from_the_store_and_the_state_from_the_host(v41, tmp_path):
     """Another replica of this host starts as if it had computed the prompt itself."""
     async with memory_kvstore() as store:
-        async with prefill_replica(v41, kvstore=store.channel, states=tmp_path) as rig:
+        async with prefill_replica(v41, kvstore=store.stores, states=tmp_path) as rig:
             await first_of(rig, request("moved", 100))
             await asyncio.wait_for(rig.writer.flush(), 5)
-        async with prefill_replica(v41, num_blocks=40, kvstore=store.channel, states=tmp_path) as rig:
+        async with prefill_replica(v41, num_blocks=40, kvstore=store.stores, states=tmp_path) as rig:
             wanted = request("moved", 100)
             warm = await first_of(rig, wanted, hit_tokens=96)
 
@@ -134,7 +134,7 @@ async def test_blocks_come_from_the_store_and_the_state_from_the_host(v41, tmp_p
 @SLOW
 async def test_what_would_be_no_hit_is_not_even_loaded(v41, tmp_path):
     """Without a state a short prompt is a miss whatever the KV store has: it is not asked."""
-    async with memory_kvstore() as store, prefill_replica(v41, kvstore=store.channel, states=tmp_path) as rig:
+    async with memory_kvstore() as store, prefill_replica(v41, kvstore=store.stores, states=tmp_path) as rig:
         store.gate.clear()
         wanted = request("useless", 100)
         first = await first_of(rig, wanted, hit_tokens=96)
@@ -148,13 +148,13 @@ async def test_what_would_be_no_hit_is_not_even_loaded(v41, tmp_path):
 async def test_a_partial_load_starts_from_an_older_state(v41, tmp_path):
     """When the store lacks the end of the hit, the plan is made again for what came."""
     async with memory_kvstore() as store:
-        async with prefill_replica(v41, kvstore=store.channel, states=tmp_path) as rig:
+        async with prefill_replica(v41, kvstore=store.stores, states=tmp_path) as rig:
             await first_of(rig, request("partial", 100))
             await first_of(rig, request("partial", 70))  # its state at 48 is the older one
             await asyncio.wait_for(rig.writer.flush(), 5)
         wanted = request("partial", 100)
         del store.blocks[keys_of(wanted)[3]]
-        async with prefill_replica(v41, num_blocks=40, kvstore=store.channel, states=tmp_path) as rig:
+        async with prefill_replica(v41, num_blocks=40, kvstore=store.stores, states=tmp_path) as rig:
             warm = await first_of(rig, wanted, hit_tokens=96)
 
             assert with_state(70) == 48 == warm.cached_tokens
@@ -211,10 +211,10 @@ async def test_a_miss_waits_for_blocks_of_its_own(v41, tmp_path, has_store):
 async def test_cancel_while_the_start_is_sought(v41, tmp_path):
     """Window and blocks are given back, whatever the prompt waits for."""
     async with memory_kvstore() as store:
-        async with prefill_replica(v41, kvstore=store.channel, states=tmp_path) as rig:
+        async with prefill_replica(v41, kvstore=store.stores, states=tmp_path) as rig:
             await first_of(rig, request("cancel", 100))
             await asyncio.wait_for(rig.writer.flush(), 5)
-        async with prefill_replica(v41, num_blocks=40, kvstore=store.channel, states=tmp_path) as rig:
+        async with prefill_replica(v41, num_blocks=40, kvstore=store.stores, states=tmp_path) as rig:
             store.gate.clear()
             await rig.submit(request("cancel", 100), hit_tokens=96)
             async with asyncio.timeout(5):

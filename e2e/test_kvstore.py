@@ -1,0 +1,173 @@
+"""Does a long conversation keep its KV, whatever happens to the stores that hold it?"""
+
+import asyncio
+import json
+import random
+import shutil
+import signal
+import time
+
+import grpc
+import httpx
+import pytest
+import pytest_asyncio
+
+from e2e.client import Answer, complete
+from e2e.suite import CALL_SECONDS, Suite
+from proto.kvstore_pb2 import GetStatsRequest, KvstoreStats
+from proto.kvstore_pb2_grpc import KvstoreStub
+from services.chassis.kvstore_shards import GROUP_BLOCKS
+from services.kvstore.tests.seaweedfs import BUCKET, seaweedfs
+from services.prefill.tests.tiny_model import VOCAB, write_tiny_model
+from services.prefill.tests.tiny_tokenizer import FIRST, write_tokenizer
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.asyncio(loop_scope="module")]
+
+BLOCK_TOKENS = 128
+STORES = ("kvstore-0", "kvstore-1", "kvstore-2")
+NUM_TURNS = 20
+CONTEXT_TOKENS = 16_384
+TURN_TOKENS, ANSWER_TOKENS = 650, 4  # three groups of blocks by the last turn
+RESTART_TURN, LOSS_TURN = 6, 12
+# Soon enough that a test need not wait, and one cannot be taken for the other.
+OPTIONS = {"seal_seconds": 0.4, "refresh_seconds": 0.4}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("stores")
+
+
+@pytest.fixture(scope="module")
+def small_model(folder):
+    """Random weights, for speed; a plain transformer, whose hits depend on its blocks alone."""
+    model = write_tiny_model(folder / "small")
+    write_tokenizer(model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT_TOKENS}))
+    return model
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def suite(small_model, folder):
+    """Three stores that share the blocks out, with an S3 server behind them."""
+    (folder / "weed").mkdir()
+    with seaweedfs(folder / "weed") as server:
+        options = folder / "options.json"
+        options.write_text(json.dumps(server.options | OPTIONS))
+        env = {"FATHOM_KVSTORE_OBJECT_STORE_OPTIONS_FILE": str(options)}
+        made = Suite(folder, model=small_model, dtype="bf16", env=env)
+        made.up_words = (*made.up_words, "--kvstore", str(len(STORES)), "--kv-url", f"s3://{BUCKET}/kv")
+        await made.start()
+        try:
+            yield made
+        except BaseException:
+            print(made.log_tails())
+            raise
+        finally:
+            await made.stop()
+
+
+async def stats_of(suite: Suite, name: str) -> KvstoreStats:
+    async with grpc.aio.insecure_channel(suite.address(name)) as channel:
+        found: KvstoreStats = await KvstoreStub(channel).GetStats(GetStatsRequest(), timeout=CALL_SECONDS)
+    return found
+
+
+async def settled(suite: Suite, num_blocks: int, *, everywhere: bool = False) -> None:
+    """Wait until so many blocks are stored; everywhere: until every store finds all of them in the object store."""
+    give_up = time.monotonic() + 30
+    while True:
+        stats = [await stats_of(suite, name) for name in STORES]
+        if everywhere and all(one.num_remote_blocks >= num_blocks for one in stats):
+            return
+        if not everywhere and sum(one.num_blocks for one in stats) >= num_blocks:
+            return
+        assert time.monotonic() < give_up, f"{num_blocks} blocks wanted: {stats}"
+        await asyncio.sleep(0.05)
+
+
+async def hit_tokens(suite: Suite) -> int:
+    """What the stores said they hold, over all requests."""
+    url = suite.state()["entrypoint-0"].health_url.replace("/healthz", "/metrics")
+    async with httpx.AsyncClient() as http:
+        lines = (await http.get(url)).text.splitlines()
+    (value,) = (line.split(" ")[1] for line in lines if line.startswith("fathom_entrypoint_hit_tokens_total"))
+    return int(float(value))
+
+
+class Conversation:
+    """Turns that each repeat all that was said before."""
+
+    def __init__(self, suite: Suite, client: httpx.AsyncClient) -> None:
+        self.suite = suite
+        self.client = client
+        self.ids: list[int] = []
+        self.num_computed = 0
+        """Tokens whose KV somebody computed: all but the last one of the last answer."""
+        self._random = random.Random(5)
+
+    @property
+    def num_blocks(self) -> int:
+        """Full blocks so far."""
+        return self.num_computed // BLOCK_TOKENS
+
+    async def turn(self, num_tokens: int) -> tuple[int, int, Answer]:
+        """Say something and be answered; return the tokens that should hit, those the stores held, and the answer."""
+        expected, before = self.num_blocks * BLOCK_TOKENS, await hit_tokens(self.suite)
+        self.ids += [self._random.randrange(FIRST, VOCAB) for _ in range(num_tokens)]
+        answer = await complete(self.client, self.ids, max_tokens=ANSWER_TOKENS)
+        self.ids += answer.token_ids
+        self.num_computed = len(self.ids) - 1
+        return expected, await hit_tokens(self.suite) - before, answer
+
+    async def again(self) -> tuple[int, Answer]:
+        """Ask for the last answer once more; return what the stores held, and the answer."""
+        before = await hit_tokens(self.suite)
+        answer = await complete(self.client, self.ids[:-ANSWER_TOKENS], max_tokens=ANSWER_TOKENS)
+        return await hit_tokens(self.suite) - before, answer
+
+
+async def test_a_conversation_hits_all_its_full_blocks_in_every_turn(suite):
+    """Twenty turns: over a store that is killed and started again, and over the loss of one with its disk."""
+    async with httpx.AsyncClient(base_url=suite.base_url, timeout=120) as client:
+        talk = Conversation(suite, client)
+        hits, held, wanted = [], [], []
+        for number in range(NUM_TURNS):
+            expected, stored, answer = await talk.turn(TURN_TOKENS)
+            hits.append(answer.cached_tokens)
+            held.append(stored)
+            wanted.append(expected)
+            await settled(suite, talk.num_blocks, everywhere=number >= LOSS_TURN)
+            if number == RESTART_TURN:
+                await restart_fullest(suite)
+            if number == LOSS_TURN:
+                await lose_fullest(suite, talk, answer)
+
+        assert wanted == held
+        assert wanted == hits
+        assert talk.num_blocks > 2 * GROUP_BLOCKS
+        assert len([one for name in STORES if (one := await stats_of(suite, name)).num_blocks]) > 1
+
+
+async def restart_fullest(suite: Suite) -> None:
+    """Kill the store that has most of the conversation; it comes back with its disk."""
+    await suite.restart(await fullest(suite), signal.SIGKILL)
+
+
+async def lose_fullest(suite: Suite, talk: Conversation, answer: Answer) -> None:
+    """Kill the store that has most of the conversation, and delete its disk; the others answer at once, and alike."""
+    lost = await fullest(suite)
+    await suite.kill(lost)
+    shutil.rmtree(suite.home.kv_of(lost))
+    stored, again = await talk.again()
+    assert (talk.num_computed - ANSWER_TOKENS) // BLOCK_TOKENS * BLOCK_TOKENS <= stored
+    assert answer.token_ids == again.token_ids
+
+    await suite.wait_ready(lost)
+    await settled(suite, talk.num_blocks, everywhere=True)
+
+
+async def fullest(suite: Suite) -> str:
+    stats = {name: await stats_of(suite, name) for name in STORES}
+    return max(stats, key=lambda name: stats[name].num_blocks)

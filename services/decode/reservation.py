@@ -1,0 +1,110 @@
+"""What is one reservation, which one may be made, and which ticket names it?"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from enum import Enum
+from hmac import compare_digest
+from typing import TYPE_CHECKING
+
+from proto.common_pb2 import Ticket
+from proto.decode_pb2 import CommitRequest, PushChunk, ReserveRequest
+from services.chassis.errors import BlocksLost, DeadlinePassed, FathomError, InvalidRequest, PromptTooLong
+from services.chassis.handoff import Staging, check_chunk
+
+if TYPE_CHECKING:
+    from services.decode.admission import Limits
+
+
+class State(Enum):
+    """How far a handoff has come."""
+
+    OPEN = "open"
+    COMMITTING = "committing"
+    LANDED = "landed"
+    GONE = "gone"
+
+
+@dataclass(slots=True, eq=False)
+class Reservation:
+    """Room for one sequence's KV, from its ticket to the start of the sequence."""
+
+    ticket: Ticket
+    kv_tokens: int
+    num_blocks: int
+    present_blocks: int
+    staging: Staging | None
+    """None when nothing has to travel."""
+    state: State = State.OPEN
+    expiry: asyncio.TimerHandle | None = None
+    pushed_bytes: int = 0
+    ended: asyncio.Future[FathomError | None] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+    """Done once it has committed (None) or was given back (why)."""
+
+    @property
+    def missing_blocks(self) -> int:
+        return self.num_blocks - self.present_blocks
+
+    def is_named_by(self, ticket: Ticket) -> bool:
+        """Say whether a ticket is this reservation's: of this boot, with the same 16 random bytes."""
+        return self.ticket.boot_id == ticket.boot_id and compare_digest(self.ticket.nonce, ticket.nonce)
+
+    def stage(self, chunk: PushChunk) -> None:
+        """Take a piece in. Raises BlocksLost for a damaged one, InvalidRequest for one that lies outside."""
+        assert self.staging is not None, "whoever asks for pieces has seen that something has to travel"
+        check_chunk(chunk)
+        if chunk.is_window:
+            self.staging.write_window(chunk.offset_bytes, chunk.data)
+        else:
+            self.staging.write(chunk.block_index - self.present_blocks, chunk.offset_bytes, chunk.data)
+        self.pushed_bytes += len(chunk.data)
+
+    def end(self, error: FathomError | None) -> None:
+        """Tell the holder, once."""
+        if not self.ended.done():
+            self.ended.set_result(error)
+
+    def disarm(self) -> None:
+        """Let it expire no more."""
+        if self.expiry is not None:
+            self.expiry.cancel()
+
+    def close(self) -> None:
+        """Give the staging area up."""
+        if self.staging is not None:
+            self.staging.close()
+            self.staging = None
+
+
+def check_reserve(request: ReserveRequest, limits: Limits, *, boot_id: str) -> None:
+    """Raise what is wrong with a reservation: another boot or model, or too much KV."""
+    if request.boot_id != boot_id:
+        raise BlocksLost("this replica was restarted since it was picked")
+    if request.fingerprint != limits.fingerprint:
+        raise BlocksLost("the blocks were computed for another model fingerprint than this replica's")
+    if request.window_bytes != limits.window_bytes:
+        raise InvalidRequest(
+            f"the KV layouts differ: a window state of {request.window_bytes} bytes is to be handed over"
+            f" where one has {limits.window_bytes}"
+        )
+    if len(request.block_keys) != request.kv_tokens // limits.block_tokens or request.kv_tokens < 1:
+        raise InvalidRequest(f"{len(request.block_keys)} block keys do not name {request.kv_tokens} tokens of KV")
+    if request.kv_tokens >= limits.context_tokens:
+        raise PromptTooLong(f"{request.kv_tokens} tokens of KV do not fit; {limits.context_tokens - 1} would")
+    if request.deadline_unix_seconds <= time.time():
+        raise DeadlinePassed("the handoff's deadline passed")
+
+
+def check_commit(reservation: Reservation, request: CommitRequest, limits: Limits) -> None:
+    """Raise what is wrong with a commit: other blocks than were reserved, or a token that does not exist."""
+    if request.kv_tokens != reservation.kv_tokens or len(request.block_crc32) != reservation.missing_blocks:
+        raise BlocksLost(
+            f"{len(request.block_crc32)} blocks for {request.kv_tokens} tokens were committed where"
+            f" {reservation.missing_blocks} for {reservation.kv_tokens} were reserved"
+        )
+    if request.first_token_id >= limits.vocab_tokens:
+        raise InvalidRequest(f"the first token must be below {limits.vocab_tokens}")

@@ -1,0 +1,281 @@
+"""How does the local engine use an object store behind it?
+
+It is told of sealed segments, which are uploaded in the background; it asks for blocks that are not local, which are
+read in runs of a few MiB and verified; and deletions go to every replica through it. Whatever fails or is late here is
+a miss there: the breaker sees to it that a store that is down costs nobody any time.
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+from isal.isal_zlib import crc32
+
+from services.chassis.errors import FathomError, NoReplica
+from services.kvstore.blobs import BlobBackend, BlobError, BlobMissingError, load_options, open_blobs
+from services.kvstore.index import BlockLocation
+from services.kvstore.manifests import Tombstone
+from services.kvstore.remote_catalog import RemoteCatalog
+from services.kvstore.remote_index import Found
+from services.kvstore.tiers import LocalEngine, RemoteLocation, Removed, SealedSegment, Selection
+from services.kvstore.uploads import Uploads
+
+RUN_BYTES = 4 << 20
+"""Blocks that lie one behind the other are read together up to this size."""
+FULL_REFRESHES = 40
+"""One refresh of so many lists everything."""
+SWEEPS = 6 * FULL_REFRESHES
+"""One of so many is followed by a sweep."""
+FLUSH_SECONDS = 3.0
+"""How long a store that stops may still upload; what is left is uploaded after its next start."""
+DELETION_SECONDS = 60.0
+"""A deletion also covers what is written so soon after it: a replica that has not heard of it yet may make copies of
+old blocks, and clocks differ. New blocks that go with them are computed again."""
+_AFTER_SECONDS = 0.05
+_IN_THREAD_BYTES = 1 << 20
+"""From here on a checksum takes long enough to be worth a thread."""
+
+_log = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class RemoteCounts:
+    """Counted since boot."""
+
+    read_blocks: int = 0
+    read_bytes: int = 0
+    """Of blocks that were handed out; ranges are read whole."""
+    reads: int = 0
+    """Calls to the object store for them."""
+    failed_reads: int = 0
+    damaged_blocks: int = 0
+    missing_blocks: int = 0
+    """Listed in a manifest whose object is gone."""
+    evicted_for_others: int = 0
+    """Local blocks removed because another replica was told to."""
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    """Blocks of one prefix that lie one behind the other in an object: one range to read."""
+
+    path: str
+    start_bytes: int
+    num_bytes: int = 0
+    num_left: int = 0
+    """Blocks that were not handed out yet: with the last one the bytes go."""
+    next: "_Run | None" = None
+    reading: asyncio.Task[memoryview] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    found: Found
+    run: _Run
+
+
+class RemoteTier:
+    """Segment listener and source of remote blocks of one engine."""
+
+    def __init__(
+        self,
+        blobs: BlobBackend,
+        *,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        """now: seconds since the Unix epoch."""
+        self.counts = RemoteCounts()
+        self.blobs = blobs
+        self.catalog = RemoteCatalog(blobs, now)
+        self.uploads = Uploads(blobs, self.catalog, now)
+        self._now = now
+        self._refreshed = now()
+        self._deletions: list[Tombstone] = []
+        """Those that the local engine has not heard of yet."""
+
+    @classmethod
+    def open(cls, url: str, options_file: Path | None) -> "RemoteTier":
+        """Return the tier over an object store; raise ValueError for a bad URL or options file. Calls nothing yet."""
+        return cls(open_blobs(url, load_options(options_file)))
+
+    @property
+    def breaker(self) -> str:
+        """State for the stats: "closed" while the object store is in use, else "open"."""
+        return "open" if self.blobs.is_away else "closed"
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that can be found in the object store, whether they are local too or not."""
+        return self.catalog.index.num_blocks
+
+    @property
+    def refresh_age_seconds(self) -> float:
+        """Time since the last good look at what the other replicas published."""
+        return self._now() - self._refreshed
+
+    def sealed(self, segment: SealedSegment) -> None:
+        """Take a segment for upload."""
+        self.uploads.put(segment)
+
+    async def evict(self, selection: Selection) -> Removed:
+        """Delete what matches from the object store and, when they hear of it, from the disks of all replicas."""
+        tombstone = Tombstone(
+            before_unix_seconds=self._now() + DELETION_SECONDS,
+            tenant=selection.tenant,
+            fingerprint=selection.fingerprint,
+            retention=selection.retention,
+        )
+        try:
+            return await self.catalog.delete(tombstone)
+        except BlobError as exc:
+            raise NoReplica(f"not all is deleted, for the object store failed; delete again: {exc}") from exc
+
+    async def longest(self, fingerprint: bytes, keys: Sequence[bytes]) -> Sequence[RemoteLocation]:
+        """Return where the leading keys are; nothing while the object store is left alone."""
+        if self.blobs.is_away:
+            return ()
+        locations: list[RemoteLocation] = []
+        run: _Run | None = None
+        for found in self.catalog.index.longest(fingerprint, keys, self._now()):
+            entry, path = found.entry, found.name.object_path
+            if (
+                run is None
+                or run.path != path
+                or run.start_bytes + run.num_bytes != entry.offset_bytes
+                or run.num_bytes + entry.stored_bytes > RUN_BYTES
+            ):
+                last, run = run, _Run(path, entry.offset_bytes)
+                if last is not None:
+                    last.next = run
+            run.num_bytes += entry.stored_bytes
+            run.num_left += 1
+            locations.append(RemoteLocation(_location(found), found.manifest.epoch, _Place(found, run)))
+        return locations
+
+    async def read(self, location: RemoteLocation) -> memoryview:
+        """Return a block's stored bytes, verified; raise BlobError when they cannot be had.
+
+        The first of a run reads it whole, and the run behind it too: a reader goes on to the next blocks.
+        """
+        place = location.place
+        assert isinstance(place, _Place)
+        run, entry = place.run, place.found.entry
+        self._start(run)
+        if run.next is not None:
+            self._start(run.next)
+        assert run.reading is not None
+        try:
+            # Shielded: a reader that goes away must not undo what the others of its run wait for.
+            whole = await asyncio.shield(run.reading)
+        except BlobMissingError:
+            self.counts.missing_blocks += 1
+            self.catalog.index.remove_block(place.found)
+            raise
+        except BlobError:
+            self.counts.failed_reads += 1
+            raise
+        finally:
+            run.num_left -= 1
+            if run.num_left <= 0:
+                run.reading = None
+        start = entry.offset_bytes - run.start_bytes
+        stored = whole[start : start + entry.stored_bytes]
+        if await _checksum(stored) != entry.crc32:
+            self.counts.damaged_blocks += 1
+            self.catalog.index.remove_block(place.found)
+            _log.warning("kvstore.remote.damaged", path=run.path, offset_bytes=entry.offset_bytes)
+            raise BlobError(f"{run.path} is damaged at {entry.offset_bytes}")
+        self.counts.read_blocks += 1
+        self.counts.read_bytes += len(stored)
+        return stored
+
+    async def run(self, engine: LocalEngine) -> None:
+        """Keep the catalog fresh, the engine's segments short and the object store tidy, until cancelled."""
+        options = self.blobs.options
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.uploads.run(), name="kvstore-upload")
+            tasks.create_task(self._seal(engine), name="kvstore-seal")
+            turn = 0
+            while True:
+                try:
+                    await self._refresh(engine, is_full=turn % FULL_REFRESHES == 0)
+                    if turn % SWEEPS == 0 and not self.blobs.is_read_only:
+                        await self.catalog.sweep()
+                    turn += 1
+                except (BlobError, FathomError, OSError) as exc:
+                    _log.warning("kvstore.catalog.failed", reason=str(exc))
+                pause = options.refresh_seconds * random.uniform(0.8, 1.2)  # noqa: S311 - jitter
+                if self.blobs.is_away:
+                    # The next refresh is the trial, so that no request has to be it; before it all are refused.
+                    pause = self.blobs.seconds_to_trial + _AFTER_SECONDS
+                await asyncio.sleep(pause)
+
+    async def drain(self, engine: LocalEngine) -> None:
+        """Seal and upload what is on this disk alone, for a moment; the rest is found again at the next start."""
+        if self.blobs.is_read_only:
+            return
+        try:
+            async with asyncio.timeout(FLUSH_SECONDS):
+                await engine.seal_older_than(-1.0)
+                await self.uploads.flush()
+        except TimeoutError:
+            _log.info("kvstore.upload.left", queued_bytes=self.uploads.queued_bytes)
+
+    async def _refresh(self, engine: LocalEngine, *, is_full: bool) -> None:
+        self._deletions += await self.catalog.refresh(is_full=is_full)
+        self._refreshed = self._now()
+        while self._deletions:
+            gone = self._deletions[0]
+            selection = Selection(tenant=gone.tenant, fingerprint=gone.fingerprint, retention=gone.retention)
+            removed = await engine.evict_local(selection, gone.before_unix_seconds)
+            self.counts.evicted_for_others += removed.num_blocks
+            self._deletions.pop(0)
+        if not self.blobs.is_read_only:
+            await self.catalog.tidy()
+
+    async def _seal(self, engine: LocalEngine) -> None:
+        seconds = self.blobs.options.seal_seconds
+        while True:
+            await asyncio.sleep(seconds / 4)
+            if self.blobs.is_read_only:
+                continue
+            try:
+                await engine.seal_older_than(seconds)
+            except (FathomError, OSError) as exc:
+                _log.warning("kvstore.seal.failed", reason=str(exc))
+
+    def _start(self, run: _Run) -> None:
+        if run.reading is None:
+            self.counts.reads += 1
+            run.reading = asyncio.create_task(
+                self.blobs.get_range(run.path, run.start_bytes, run.num_bytes), name="kvstore-remote-read"
+            )
+            # Nobody may be waiting for it any more when it fails.
+            run.reading.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+
+def _location(found: Found) -> BlockLocation:
+    """Return the block as its segment's footer had it; the segment's number is no longer of use."""
+    entry = found.entry
+    return BlockLocation(
+        key=entry.key,
+        fingerprint=entry.fingerprint,
+        segment=0,
+        offset_bytes=entry.segment_offset_bytes,
+        block_bytes=entry.block_bytes,
+        crc32=entry.crc32,
+        retention=found.manifest.retention,
+        created_seconds=entry.created_unix_seconds,
+        tenant=entry.tenant,
+        flags=entry.flags,
+    )
+
+
+async def _checksum(stored: memoryview) -> int:
+    if len(stored) < _IN_THREAD_BYTES:
+        return crc32(stored)
+    return await asyncio.to_thread(crc32, stored)

@@ -1,0 +1,276 @@
+"""Are blocks kept as long as promised, and not longer, under classes, hits, quotas, pins and leases?"""
+
+import asyncio
+import mmap
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from services.chassis.errors import Overloaded
+from services.kvstore.disk import physical_bytes
+from services.kvstore.retention import AGENT, CHAT, UNSPECIFIED, RetentionPolicy
+from services.kvstore.store import Outcome, Store
+from services.kvstore.tests.blocks import (
+    FINGERPRINT,
+    MEBIBYTE,
+    block,
+    key,
+    open_store,
+    payload,
+    read_all,
+    segments,
+    served,
+)
+
+pytestmark = pytest.mark.slow  # lives of tenths of a second, and evictions that must be filled up to
+
+SHORT = RetentionPolicy(agent_seconds=0.8, chat_seconds=2.4)
+
+
+async def until(condition, seconds: float = 5.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110 - as an operator would see it
+            await asyncio.sleep(0.01)
+
+
+async def write_all(store: Store, numbers: range, num_bytes: int, at_once: int = 8) -> None:
+    for start in range(numbers.start, numbers.stop, at_once):
+        batch = range(start, min(start + at_once, numbers.stop))
+        await asyncio.gather(*(store.write(block(n, num_bytes)) for n in batch))
+
+
+def found(store: Store, number: int, retention: int = UNSPECIFIED) -> int:
+    return store.lookup(FINGERPRINT, [key(number)], retention=retention)
+
+
+async def test_expired_blocks_are_never_served_even_while_on_disk(tmp_path: Path) -> None:
+    """From the end of its class's time a block is a miss, for lookups and reads, before and after a restart."""
+    store = await open_store(tmp_path, policy=RetentionPolicy(agent_seconds=0.3, chat_seconds=60))
+    await store._upkeep.close()  # nothing tidies up: the files stay
+    for number, retention in ((1, AGENT), (2, CHAT), (3, UNSPECIFIED)):
+        await store.write(block(number, retention=retention))
+    assert [1, 1, 1] == [found(store, number) for number in (1, 2, 3)]
+    await asyncio.sleep(0.31)
+
+    assert 3 == len(segments(tmp_path))
+    assert [0, 1, 1] == [found(store, number) for number in (1, 2, 3)]
+    assert {2: payload(2), 3: payload(3)} == await served(store, [1, 2, 3])
+    assert await store.write(block(4)) is Outcome.STORED
+    await store.close()
+    store = await open_store(tmp_path, policy=RetentionPolicy(agent_seconds=0.3, chat_seconds=60))
+    assert {2: payload(2), 3: payload(3), 4: payload(4)} == await served(store, [1, 2, 3, 4])
+    await store.close()
+
+
+async def test_a_chain_ends_at_its_first_expired_block(tmp_path: Path) -> None:
+    """Live blocks behind an expired one are of no use and are not counted."""
+    store = await open_store(tmp_path, policy=RetentionPolicy(agent_seconds=0.3, chat_seconds=60))
+    for number, retention in ((0, CHAT), (1, AGENT), (2, CHAT)):
+        await store.write(block(number, retention=retention))
+    assert 3 == store.lookup(FINGERPRINT, [key(n) for n in range(3)])
+    await asyncio.sleep(0.31)
+    assert 1 == store.lookup(FINGERPRINT, [key(n) for n in range(3)])
+    await store.close()
+
+
+async def test_expiry_unlinks_whole_segments(tmp_path: Path) -> None:
+    """The class whose time is over goes as files; the others' files are not touched."""
+    store = await open_store(tmp_path, policy=RetentionPolicy(agent_seconds=0.3, chat_seconds=60))
+    for number in range(6):
+        await store.write(block(number, retention=AGENT if number % 2 else CHAT))
+    await until(lambda: not [path for path in segments(tmp_path) if "agent" in path.name])
+
+    assert 3 == store.counts.evictions["ttl"]
+    assert {n: payload(n) for n in (0, 2, 4)} == await served(store, list(range(6)))
+    await store.close()
+
+
+async def test_a_hit_late_in_life_gives_a_new_life(tmp_path: Path) -> None:
+    """Blocks in use live on by being copied forward; those that nobody asks for end."""
+    store = await open_store(tmp_path, policy=SHORT)
+    for number in (1, 2):
+        await store.write(block(number, retention=AGENT))
+    started = time.monotonic()
+    while time.monotonic() - started < 2.0:
+        found(store, 1, AGENT)
+        await asyncio.sleep(0.02)
+
+    assert {1: payload(1)} == await served(store, [1, 2])
+    assert store.counts.refreshed_blocks >= 2
+    assert store.counts.refreshed_blocks <= 2.0 / (0.8 * 0.75) + 1
+    await store.close()
+
+
+async def test_a_hit_by_a_longer_class_moves_the_block_to_it(tmp_path: Path) -> None:
+    """An agent's block that a chat goes on from lives as long as chats do."""
+    store = await open_store(tmp_path, policy=SHORT)
+    await store.write(block(1, retention=AGENT))
+    assert 1 == found(store, 1, CHAT)
+    await asyncio.sleep(1.0)
+    assert {1: payload(1)} == await served(store, [1])
+    await until(lambda: not store.has(FINGERPRINT, key(1)))
+    await store.close()
+
+
+async def test_hot_blocks_of_an_evicted_segment_are_saved(tmp_path: Path) -> None:
+    """A block that was hit lately survives its cold neighbours, within a tenth of the segment."""
+    store = await open_store(tmp_path, max_bytes=4 * MEBIBYTE, segment_bytes=256 << 10)
+    await write_all(store, range(8), 20_000)
+    assert 1 == found(store, 3)
+    await write_all(store, range(100, 280), 20_000)
+
+    assert {3: payload(3, 20_000)} == await served(store, list(range(8)))
+    assert 1 <= store.counts.refreshed_blocks <= 2
+    await store.close()
+
+
+async def test_a_tenant_over_its_quota_loses_its_own_coldest_blocks_only(tmp_path: Path) -> None:
+    """One tenant's flood costs no other tenant a block, and its own warm ones stay."""
+    policy = RetentionPolicy(quota_bytes={"*": 100_000})
+    store = await open_store(tmp_path, max_bytes=16 * MEBIBYTE, segment_bytes=64 << 10, policy=policy)
+    for number in range(4):
+        await store.write(block(number, 20_000, tenant="quiet"))
+        await store.write(block(10 + number, 20_000, tenant="loud"))
+    for number in range(100, 140):
+        await store.write(block(number, 20_000, tenant="loud"))
+        assert store.catalog.index.tenants["loud"].num_bytes <= 100_000
+    assert {n: payload(n, 20_000) for n in range(4)} == await served(store, list(range(4)))
+    assert {139: payload(139, 20_000)} == await served(store, [10, 11, 12, 13, 139])
+    assert store.counts.evictions["capacity"] == 0 < store.counts.evictions["quota"]
+
+    with pytest.raises(Overloaded, match="quota"):
+        await store.write(block(500, 100_001, tenant="loud"))
+    assert 1 == store.counts.write_drops["quota"]
+    await store.close()
+
+
+async def test_pinned_blocks_stay_whatever_is_written(tmp_path: Path) -> None:
+    """A session's blocks outlive eviction, until it lets go or its time is over."""
+    store = await open_store(tmp_path, max_bytes=4 * MEBIBYTE, segment_bytes=256 << 10)
+    await write_all(store, range(12), 20_000)
+    num_pinned, until_seconds = store.pin("t", "s", FINGERPRINT, [key(2), key(3), key(999)], hold_seconds=60)
+    assert (2, True) == (num_pinned, 50 < until_seconds - time.time() < 61)
+    await write_all(store, range(100, 400), 20_000)
+    assert {n: payload(n, 20_000) for n in (2, 3)} == await served(store, list(range(12)))
+
+    assert 2 == store.release("t", "s")
+    await write_all(store, range(1000, 1400), 20_000)
+    assert {} == await served(store, list(range(12)))
+    await store.close()
+
+
+async def test_a_pin_outlives_the_class(tmp_path: Path) -> None:
+    """A block that is pinned for longer than its class lives is written again before it ends."""
+    store = await open_store(tmp_path, policy=SHORT)
+    await store.write(block(1, retention=AGENT))
+    await store.write(block(2, retention=AGENT))
+    store.pin("t", "s", FINGERPRINT, [key(1)], hold_seconds=1.5)
+    await asyncio.sleep(1.0)
+    assert {1: payload(1)} == await served(store, [1, 2])
+    await until(lambda: not store.has(FINGERPRINT, key(1)))
+    await store.close()
+
+
+async def test_leased_segments_are_not_unlinked_and_leases_end_by_themselves(tmp_path: Path) -> None:
+    """Between lookup and read nothing can take the blocks away; a reader that never comes holds them for a moment."""
+    store = await open_store(tmp_path, max_bytes=4 * MEBIBYTE, segment_bytes=128 << 10)
+    await write_all(store, range(4), 30_000)
+    keys = [key(n) for n in range(4)]
+    answer = await store.find(FINGERPRINT, keys, request_id="r1", lease_seconds=20)
+    assert (4, 20.0) == (answer.num_blocks, answer.lease_seconds)
+    await write_all(store, range(100, 250), 30_000)
+    assert [payload(n, 30_000) for n in range(4)] == [
+        bytes(one.payload) async for one in store.read(FINGERPRINT, keys, request_id="r1")
+    ]
+    assert 0 == len(store.catalog.leases)
+
+    await store.find(FINGERPRINT, [key(249)], request_id="r2", lease_seconds=0.05)
+    assert 1 == len(store.catalog.leases)
+    await until(lambda: len(store.catalog.leases) == 0)
+    assert 1 == store.catalog.leases.num_expired
+    await store.close()
+
+
+async def test_a_lease_that_ends_during_the_read_yields_right_bytes_or_a_miss(tmp_path: Path) -> None:
+    """The slowest reader gets no wrong byte while its segments are evicted under it."""
+    store = await open_store(tmp_path, max_bytes=4 * MEBIBYTE, segment_bytes=128 << 10)
+    await write_all(store, range(40), 30_000)
+    await store.find(FINGERPRINT, [key(n) for n in range(40)], request_id="r", lease_seconds=0.01)
+    reading = store.read(FINGERPRINT, [key(n) for n in range(40)], request_id="r")
+    got = [bytes((await anext(reading)).payload)]
+    await asyncio.sleep(0.02)
+    await write_all(store, range(100, 260), 30_000)
+    got += [bytes(one.payload) async for one in reading]
+
+    assert [payload(n, 30_000) for n in range(len(got))] == got
+    assert 0 == store.counts.damaged_blocks
+    await store.close()
+
+
+async def soak(folder: Path, seconds: float) -> Store:
+    """Random writes, hits, pins, deletions of sizes from bytes to a quarter of a segment; the cap is checked all along."""
+    policy = RetentionPolicy(agent_seconds=0.5, chat_seconds=2.0, quota_bytes={"b": MEBIBYTE})
+    store = await open_store(folder, max_bytes=8 * MEBIBYTE, segment_bytes=512 << 10, policy=policy)
+    rng = random.Random(6)
+    sizes = {number: rng.choice([1, 5000, 60_000, 130_000]) for number in range(4000)}
+    ended = time.monotonic() + seconds
+    number = 0
+    while time.monotonic() < ended:
+        batch = [number + n for n in range(rng.randrange(1, 12))]
+        number += len(batch)
+        blocks = [block(n % 4000, sizes[n % 4000], retention=rng.randrange(3), tenant=rng.choice("abc")) for n in batch]
+        await asyncio.gather(*(store.write(one) for one in blocks), return_exceptions=True)
+        wanted = [rng.randrange(max(0, number - 200), number) % 4000 for _ in range(4)]
+        for n, data in (await served(store, wanted)).items():
+            assert payload(n, sizes[n]) == data
+        if rng.random() < 0.2:
+            store.pin(rng.choice("abc"), "s", FINGERPRINT, [key(n) for n in wanted], hold_seconds=0.3)
+        on_disk = sum(map(physical_bytes, segments(folder)))
+        assert on_disk <= 8 * MEBIBYTE
+        # What is just being written or unlinked may be known a moment later.
+        assert on_disk <= store.catalog.physical_bytes + MEBIBYTE
+    return store
+
+
+async def test_physical_bytes_stay_under_the_cap_in_a_soak(tmp_path: Path) -> None:
+    """Every class, quotas, pins and expiry at once: what the file system gave never exceeds the cap."""
+    store = await soak(tmp_path, 3.0)
+    assert min(store.counts.evictions[reason] for reason in ("ttl", "capacity", "quota")) > 0
+    assert 0 == store.counts.damaged_blocks
+    await store.close()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+async def test_physical_bytes_stay_under_the_cap_for_long(tmp_path: Path) -> None:
+    """The same for ten minutes; descriptors and memory do not grow either."""
+    store = await soak(tmp_path / "first", 10.0)
+    await store.close()
+    descriptors, resident = num_descriptors(), resident_bytes()
+    store = await soak(tmp_path / "second", 600.0)
+    await store.close()
+    assert num_descriptors() <= descriptors + 2
+    assert resident_bytes() < resident + 64 * MEBIBYTE
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def num_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+async def test_reading_a_refreshed_block_from_its_old_place_is_no_mix(tmp_path: Path) -> None:
+    """Readers before, during and after a copy forward see the same bytes."""
+    store = await open_store(tmp_path, policy=SHORT)
+    for number in range(5):
+        await store.write(block(number, 40_000, retention=AGENT))
+    ended = time.monotonic() + 1.5
+    while time.monotonic() < ended:
+        store.lookup(FINGERPRINT, [key(n) for n in range(5)], retention=AGENT)
+        assert [payload(n, 40_000) for n in range(5)] == await read_all(store, list(range(5)))
+        await asyncio.sleep(0.01)
+    await store.close()

@@ -1,0 +1,256 @@
+"""How does an operator look into the KV store, check it and clear it? `fathom kv`."""
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar, cast
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from proto.common_pb2 import RetentionClass
+from proto.kvstore_pb2 import (
+    BadBlock,
+    EvictRequest,
+    GetStatsRequest,
+    KvstoreStats,
+    PinRequest,
+    ReleaseRequest,
+    VerifyRequest,
+)
+from proto.kvstore_pb2_grpc import KvstoreStub
+from services.chassis.channel import open_channel
+from services.chassis.errors import FathomError
+from services.kvstore.directory import CLASSES, StoreLockedError
+from services.kvstore.verification import verify_folder
+from services.local import state
+from services.local.home import Home
+
+if TYPE_CHECKING:
+    from proto.kvstore_pb2_grpc import KvstoreAsyncStub
+
+EXIT_DAMAGED = 3
+"""Of `verify` when a block is not what was written."""
+SECONDS = 30.0
+LONG_SECONDS = 24 * 3600.0
+"""Verifying and evicting take as long as the disk takes."""
+MIB = 1 << 20
+
+app = typer.Typer(help="Look into the KV store, check it, clear it (docs/operations.md).", no_args_is_help=True)
+
+Addresses = Annotated[
+    list[str] | None, typer.Option("--address", help="host:port of a store; those of this directory when left out.")
+]
+Tenant = Annotated[str, typer.Option(help="Whose blocks; empty is for requests without keys.")]
+Fingerprint = Annotated[str, typer.Option(help="Model fingerprint, 64 hex digits.")]
+Keys = Annotated[list[str], typer.Argument(help="Block keys, 64 hex digits each, in the order of the prompt.")]
+Session = Annotated[str, typer.Argument(help="Names the session that the pins belong to.")]
+T = TypeVar("T")
+
+
+@app.command()
+def stats(address: Addresses = None) -> None:
+    """Show what each store holds, by class and by tenant."""
+    console = Console(width=None if sys.stdout.isatty() else 160)
+
+    async def ask(name: str, stub: "KvstoreAsyncStub") -> None:
+        reply = await stub.GetStats(GetStatsRequest(), timeout=SECONDS)
+        console.print(_summary(name, reply), highlight=False)
+        console.print(_uses(reply))
+
+    _with_each(_running(address), ask)
+
+
+@app.command()
+def verify(
+    address: Addresses = None,
+    path: Annotated[
+        list[Path] | None, typer.Option(help="Folder of a stopped store; this directory's when nothing runs here.")
+    ] = None,
+    mebibytes_per_second: Annotated[int, typer.Option(min=0, help="Most that is read; 0 is without bound.")] = 0,
+) -> None:
+    """Read back every block; name the bad ones and exit with status 3 if there are any."""
+    rate = mebibytes_per_second * MIB
+    addresses = {} if path else _running(address, may_be_none=True)
+    if addresses:
+        num_bad = sum(_with_each(addresses, partial(_verify_running, rate=rate)))
+    else:
+        num_bad = sum(_verify_stopped(folder, rate) for folder in path or _folders())
+    raise typer.Exit(EXIT_DAMAGED if num_bad else 0)
+
+
+@app.command()
+def evict(
+    address: Addresses = None,
+    tenant: Annotated[str | None, typer.Option(help="Everything of a tenant; its key is destroyed.")] = None,
+    is_anonymous: Annotated[  # noqa: FBT002 - typer makes flags of these
+        bool, typer.Option("--anonymous", help="Everything of requests without keys.")
+    ] = False,
+    fingerprint: Fingerprint = "",
+    retention: Annotated[str, typer.Option(help="chat or agent.")] = "",
+    is_all: Annotated[bool, typer.Option("--all", help="Everything.")] = False,  # noqa: FBT002 - as above
+) -> None:
+    """Remove what matches all that is named; return once the bytes are gone from the disk."""
+    if retention not in {"", *CLASSES[1:]}:
+        _fail(f"{retention!r} is no class; there are {', '.join(CLASSES[1:])}")
+    request = EvictRequest(
+        tenant=tenant or "",
+        is_tenant_set=tenant is not None or is_anonymous,
+        fingerprint=_hex(fingerprint) if fingerprint else b"",
+        retention=cast("RetentionClass.ValueType", CLASSES.index(retention) if retention else 0),
+        is_all=is_all,
+    )
+
+    async def ask(name: str, stub: "KvstoreAsyncStub") -> None:
+        reply = await stub.Evict(request, timeout=LONG_SECONDS)
+        print(f"{name}: removed {reply.num_blocks} blocks, {reply.num_bytes / MIB:.1f} MiB of disk")
+
+    _with_each(_running(address), ask)
+
+
+@app.command()
+def pin(
+    session: Session,
+    keys: Keys,
+    fingerprint: Fingerprint,
+    tenant: Tenant = "",
+    seconds: Annotated[float, typer.Option(min=0, help="How long; 0 is the store's default.")] = 0,
+    address: Addresses = None,
+) -> None:
+    """Keep the leading stored blocks from eviction, for a session."""
+    request = PinRequest(
+        session_id=session,
+        tenant=tenant,
+        block_keys=[_hex(key) for key in keys],
+        fingerprint=_hex(fingerprint),
+        hold_seconds=seconds,
+    )
+
+    async def ask(name: str, stub: "KvstoreAsyncStub") -> None:
+        reply = await stub.Pin(request, timeout=SECONDS)
+        print(f"{name}: {reply.num_pinned} of {len(keys)} blocks are pinned")
+
+    _with_each(_running(address), ask)
+
+
+@app.command()
+def release(
+    session: Session,
+    tenant: Tenant = "",
+    keys: Annotated[list[str] | None, typer.Option("--key", help="Only this block; all when left out.")] = None,
+    address: Addresses = None,
+) -> None:
+    """Take a session's pins back."""
+    request = ReleaseRequest(session_id=session, tenant=tenant, block_keys=[_hex(key) for key in keys or ()])
+
+    async def ask(name: str, stub: "KvstoreAsyncStub") -> None:
+        reply = await stub.Release(request, timeout=SECONDS)
+        print(f"{name}: released {reply.num_released} blocks")
+
+    _with_each(_running(address), ask)
+
+
+async def _verify_running(name: str, stub: "KvstoreAsyncStub", rate: int) -> int:
+    num_bad = num_blocks = 0
+    async for report in stub.Verify(VerifyRequest(max_bytes_per_second=rate), timeout=LONG_SECONDS):
+        for block in report.bad:
+            _print_bad(name, block)
+        num_bad += len(report.bad)
+        num_blocks = report.num_blocks
+    print(f"{name}: {num_blocks} blocks read, {num_bad} bad")
+    return num_bad
+
+
+def _verify_stopped(folder: Path, rate: int) -> int:
+    num_bad = num_blocks = 0
+    try:
+        for report in verify_folder(folder, max_bytes_per_second=rate):
+            for one in report.bad:
+                _print_bad(
+                    str(folder),
+                    BadBlock(block_key=one.key, segment=one.segment, offset_bytes=one.offset_bytes, fault=one.fault),
+                )
+            num_bad += len(report.bad)
+            num_blocks = report.num_blocks
+    except (OSError, StoreLockedError) as reason:
+        _fail(str(reason))
+    print(f"{folder}: {num_blocks} blocks read, {num_bad} bad")
+    return num_bad
+
+
+def _print_bad(name: str, block: BadBlock) -> None:
+    print(f"{name}: bad {block.fault} of block {block.block_key.hex()} in {block.segment} at {block.offset_bytes}")
+
+
+def _summary(name: str, reply: KvstoreStats) -> str:
+    return (
+        f"{name}: {reply.num_blocks} blocks in {reply.num_segments} segments; "
+        f"{reply.physical_bytes / MIB:.0f} of {reply.max_bytes / MIB:.0f} MiB of disk; "
+        f"{reply.num_pinned} pinned, {reply.num_leases} leases; since start {reply.num_evicted} evicted, "
+        f"{reply.num_expired} expired, {reply.num_damaged} damaged; object store {reply.breaker or 'off'}"
+        + (f" with {reply.num_remote_blocks} blocks" if reply.num_remote_blocks else "")
+    )
+
+
+def _uses(reply: KvstoreStats) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("held by", "blocks", "MiB", "quota MiB", "days"):
+        table.add_column(column, justify="left" if column == "held by" else "right", no_wrap=True)
+    for kind in reply.retentions:
+        days = f"{kind.seconds / 86_400:g}" if kind.seconds else "until room is needed"
+        table.add_row(f"class {CLASSES[kind.retention]}", str(kind.num_blocks), "", "", days)
+    for one in reply.tenants:
+        quota = f"{one.quota_bytes / MIB:.0f}" if one.quota_bytes else "-"
+        name = f"tenant {one.tenant}" if one.tenant else "requests without keys"
+        table.add_row(name, str(one.num_blocks), f"{one.num_bytes / MIB:.1f}", quota, "")
+    return table
+
+
+def _with_each(addresses: dict[str, str], ask: Callable[[str, "KvstoreAsyncStub"], Awaitable[T]]) -> list[T]:
+    async def all_of_them() -> list[T]:
+        answers = []
+        for name, address in addresses.items():
+            async with open_channel(address, peer=name) as channel:
+                answers.append(await ask(name, KvstoreStub(channel)))
+        return answers
+
+    try:
+        return asyncio.run(all_of_them())
+    except FathomError as reason:
+        _fail(str(reason))
+
+
+def _running(given: list[str] | None, *, may_be_none: bool = False) -> dict[str, str]:
+    """Return the stores to ask, by name."""
+    if given:
+        return {address: address for address in given}
+    suite = state.read(Home.of(Path.cwd()).state)
+    if suite is not None and suite.is_running:
+        return {one.name: one.address for one in suite.processes if one.service == "kvstore"}
+    if not may_be_none:
+        _fail("nothing is running here: run fathom up, or name a store with --address")
+    return {}
+
+
+def _folders() -> list[Path]:
+    """Return this directory's store folders, one for each replica that ever ran here."""
+    home = Home.of(Path.cwd())
+    return sorted(lock.parent for lock in home.root.glob("kv*/lock")) or [home.kv]
+
+
+def _hex(text: str) -> bytes:
+    try:
+        value = bytes.fromhex(text)
+    except ValueError:
+        value = b""
+    if len(value) != 32:
+        _fail(f"{text!r} is not 64 hex digits")
+    return value
+
+
+def _fail(reason: str) -> NoReturn:
+    print(f"fathom: {reason}", file=sys.stderr)
+    raise typer.Exit(1)
