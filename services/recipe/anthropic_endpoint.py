@@ -22,7 +22,7 @@ class MessagesEndpoint(Endpoint):
         model = self.front.model
         check_model(read_model(body), model.name)
         asked = read_messages_request(body, model.rules)
-        prompt = await model.encoder.chat(asked.conversation, context_tokens=self.front.context_tokens)
+        prompt = await self.front.prompt(asked.conversation)
         return Understood(
             asked.sampling,
             asked.rules,
@@ -41,5 +41,5 @@ class CountTokensEndpoint(PlainEndpoint):
         model = self.front.model
         check_model(read_model(body), model.name)
         asked = read_messages_request(body, model.rules, counts_only=True)
-        prompt = await model.encoder.chat(asked.conversation, context_tokens=self.front.context_tokens)
+        prompt = await self.front.prompt(asked.conversation)
         return {"input_tokens": len(prompt.ids)}

@@ -2,7 +2,7 @@
 
 import re
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from http import HTTPStatus
 
 from fastapi import FastAPI
@@ -10,9 +10,12 @@ from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from services.recipe.answering import Endpoint
 from services.recipe.generating import Front
+from services.recipe.plain_endpoint import PlainEndpoint
 from services.recipe.refusals import ApiError, as_api_error
 from services.recipe.responses_background import Background
 from services.recipe.routes import public_routes
@@ -24,11 +27,33 @@ _SANE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 def build_app(front: Front, guarded: Callable[[ASGIApp], ASGIApp], background: Background | None = None) -> ASGIApp:
     """Return the ASGI application. guarded: puts before it what lets callers in; background: what is kept, if any."""
     app = FastAPI(title="Fathom", openapi_url=None, redirect_slashes=False)
-    app.router.routes += public_routes(front, background)
+    routes = public_routes(front, background)
+    app.router.routes += routes
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(ApiError, _on_error)
     app.add_exception_handler(Exception, _on_error)
-    return RequestIds(guarded(app))
+    return RequestIds(guarded(Shortcut(app, routes)))
+
+
+class Shortcut:
+    """Leads requests to the endpoints that answer all by themselves, errors included, past the framework's layers.
+
+    They are a fifth of what a short request costs, and of what each event of a stream does.
+    """
+
+    def __init__(self, app: ASGIApp, routes: Sequence[Route]) -> None:
+        self._app = app
+        self._endpoints = {
+            route.path: route.endpoint
+            for route in routes
+            if isinstance(route.endpoint, Endpoint | PlainEndpoint) and route.methods == {"POST"}
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on."""
+        is_post = scope["type"] == "http" and scope["method"] == "POST"
+        endpoint = self._endpoints.get(scope["path"]) if is_post else None
+        await (self._app if endpoint is None else endpoint)(scope, receive, send)
 
 
 class RequestIds:
@@ -49,12 +74,12 @@ class RequestIds:
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"").decode("latin-1")
         scope["fathom.shown_id"] = shown = given if _SANE_ID.fullmatch(given) else own
 
-        async def send_with_id(message: Message) -> None:
+        def send_with_id(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = shown
                 headers[shape_of(scope).id_header.decode()] = shown
-            await send(message)
+            return send(message)
 
         await self._app(scope, receive, send_with_id)
 

@@ -3,17 +3,22 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from proto.common_pb2 import PositionLogprobs
 from services.recipe.jobs import Job
 from services.recipe.transcript import Piece, Transcript
 
 
 @dataclass(slots=True)
 class Choice:
-    """One choice on its way to the caller. `pieces` holds what was shown, for whole answers."""
+    """One choice on its way to the caller. `pieces` holds what was shown, for whole answers.
+
+    prompt_scores: of the prompt's tokens from the second on, where they were asked for, once its first token is there.
+    """
 
     job: Job
     transcript: Transcript
     pieces: list[Piece] = field(default_factory=list)
+    prompt_scores: Sequence[PositionLogprobs] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +36,14 @@ class Spent:
 
 def spent(choices: Sequence[Choice]) -> Spent:
     """Return what the choices have cost so far."""
+    if len(choices) == 1:  # nearly all requests, and each is asked this several times
+        choice, transcript = choices[0], choices[0].transcript
+        return Spent(
+            len(choice.job.prompt_ids),
+            transcript.cached_tokens,
+            transcript.num_tokens,
+            transcript.num_reasoning_tokens,
+        )
     firsts = {choice.job.prompt: choice for choice in reversed(choices)}.values()
     return Spent(
         prompt_tokens=sum(len(choice.job.prompt_ids) for choice in firsts),

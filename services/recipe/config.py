@@ -7,6 +7,7 @@ from typing import ClassVar
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
 
 from services.chassis.config import ServiceSettings, settings_config
+from services.recipe.image_urls import read_rules
 
 
 class RecipeSettings(ServiceSettings):
@@ -16,10 +17,10 @@ class RecipeSettings(ServiceSettings):
     service: ClassVar[str] = "recipe"
 
     model: Path
-    """Folder with the model's tokenizer.json, config.json and chat template; weights are not read. Required."""
+    """Folder with the model's tokenizer.json, config.json and chat template; weights are not read. Required.
 
-    model_name: str = ""
-    """What callers ask for; empty takes "name" of the folder's fathom.json, else the folder's own name."""
+    Callers ask for it by "name" of its fathom.json, else by the folder's own name.
+    """
 
     entrypoint_address: str = Field(pattern=r"^\S+:\d{1,5}$")
     """host:port of the entrypoint. Required."""
@@ -34,6 +35,10 @@ class RecipeSettings(ServiceSettings):
     """Where responses and conversations are kept: sqlite:///PATH for one recipe, postgresql://USER:PASSWORD@HOST/NAME
     for several that share them. Empty: nowhere, and what needs them is refused."""
 
+    image_urls: str = ""
+    """Hosts that images may be fetched from by https, separated by commas: images.example.com, *.example.com, or * for
+    any; with :port where it is not 443. Never from other than public addresses. Empty: URLs are refused."""
+
     max_body_bytes: ClassVar[int] = 8 << 20
     """Longest request body, in bytes; a million token ids as JSON are about seven million."""
 
@@ -45,6 +50,12 @@ class RecipeSettings(ServiceSettings):
             from services.recipe.response_store_link import read_state_url
 
             read_state_url(value.get_secret_value())
+        return value
+
+    @field_validator("image_urls")
+    @classmethod
+    def _are_hosts(cls, value: str) -> str:
+        read_rules(value)
         return value
 
     @field_validator("keys_file")

@@ -11,10 +11,15 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """An image as the caller wrote it, not decoded. where: its place in the body; encoded: base64."""
+    """An image as the caller wrote it, not decoded. where: its place in the body; encoded: base64.
+
+    url: where it is to be fetched from, "" for one that is there.  data: what was fetched.
+    """
 
     where: str
     encoded: str
+    url: str = ""
+    data: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +67,7 @@ class Turn:
     @property
     def num_characters(self) -> int:
         """Length of all that the caller wrote, pictures included."""
-        written = [part if isinstance(part, str) else part.encoded for part in self.parts]
+        written = [part if isinstance(part, str) else part.encoded or part.url for part in self.parts]
         called = [text for call in self.calls for text in (call.name, call.arguments)]
         return sum(map(len, (*written, *called, self.reasoning or "", self.name or "")))
 

@@ -9,6 +9,7 @@ from services.chassis.errors import Overloaded
 from services.chassis.images import ImageRules
 from services.recipe.conversation import Conversation
 from services.recipe.dialect import Dialect
+from services.recipe.fill_in import FillIn
 from services.recipe.pictures import Prompt, place
 from services.recipe.refusals import refuse
 from services.recipe.token_floor import refuse_hopeless
@@ -41,6 +42,7 @@ class Encoder:
     ) -> None:
         self._tokenizer = tokenizer
         self._dialect = dialect
+        self._fill_in = FillIn.of(tokenizer)
         self._vocab_tokens = vocab_tokens
         self._image_rules = image_rules
         self._threads = ThreadPoolExecutor(MAX_LONG, thread_name_prefix="encode")
@@ -61,6 +63,28 @@ class Encoder:
         size = sum(map(len, written))  # many short ones keep the loop as busy as a long one
         return [await self._text(size, prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
 
+    async def between(
+        self, prompts: Sequence[str | list[int]], suffix: str, *, context_tokens: int | None = None
+    ) -> list[list[int]]:
+        """Return the ids that ask for what stands between each prompt and the suffix, in which all is plain text.
+
+        Ids stay as they are.  Raises a 400 for a model that was not taught to.
+        """
+        if self._fill_in is None:
+            rule = "this model has no tokens for filling in; send the prompt alone"
+            raise refuse("suffix", rule, code="suffix_not_supported")
+        for prompt in prompts:
+            written = [prompt, suffix] if isinstance(prompt, str) else [suffix]
+            refuse_hopeless(self._tokenizer.floor, "prompt", written, context_tokens)
+        opening = self._tokenizer.plain_ids("", is_whole_prompt=True)
+        size = len(suffix) + sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+        after = await self._run(size, lambda: self._tokenizer.plain_ids(suffix))
+        found = []
+        for prompt in prompts:
+            before = await self._stretch(size, prompt) if isinstance(prompt, str) else prompt
+            found.append(self._fill_in.ids(opening, before, after))
+        return found
+
     def chat_prompt(self, conversation: Conversation, *, context_tokens: int | None = None) -> Prompt:
         """Return a conversation's prompt; blocks for as long as that takes."""
         if self._dialect.renderer is None:
@@ -74,6 +98,9 @@ class Encoder:
 
     async def _text(self, num_characters: int, prompt: str) -> list[int]:
         return await self._run(num_characters, lambda: self._tokenizer.plain_ids(prompt, is_whole_prompt=True))
+
+    async def _stretch(self, num_characters: int, text: str) -> list[int]:
+        return await self._run(num_characters, lambda: self._tokenizer.plain_ids(text))
 
     async def _run(self, num_characters: int, work: Callable[[], Result]) -> Result:
         if num_characters < LONG_CHARACTERS:

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from proto.common_pb2 import Grammar
+from proto.common_pb2 import FinishReason, Grammar, TokenEvent
 from services.chassis import telemetry
 from services.recipe.choices import Choice
 from services.recipe.constraint import Constraint
@@ -14,6 +14,7 @@ from services.recipe.conversation import Conversation
 from services.recipe.dialect import Parser
 from services.recipe.framing import sketch_of
 from services.recipe.grammars import GrammarCompiler
+from services.recipe.image_fetch import ImageFetcher
 from services.recipe.jobs import Job, plan_jobs
 from services.recipe.keys_visit import current_visit
 from services.recipe.meters import Meters
@@ -40,12 +41,18 @@ class Front:
     meters: Meters
     max_body_bytes: int
     compiler: GrammarCompiler
+    fetcher: ImageFetcher
     ping_seconds: float = PING_SECONDS
 
     async def grammar(self, constraint: Constraint, conversation: Conversation) -> Grammar | None:
         """Return what the engines hold an answer to, None for nothing; raise a 400 for what cannot be enforced."""
         sketch = sketch_of(constraint, conversation, self.model.dialect.framing)
         return None if sketch is None else await self.compiler.compile(sketch)
+
+    async def prompt(self, conversation: Conversation) -> Prompt:
+        """Return a conversation's prompt, its pictures fetched; raise a 400 for what cannot be one."""
+        fetched = await self.fetcher.fetched(conversation)
+        return await self.model.encoder.chat(fetched, context_tokens=self.context_tokens)
 
     @property
     def context_tokens(self) -> int:
@@ -83,7 +90,8 @@ class Understood:
     """A valid request with its prompts as ids, how to read what the model says, and the words to tell it in.
 
     parser: makes one for each choice.  max_calls: most tool calls of one choice; None: any number.
-    grammar: None lets the answer be anything.
+    grammar: None lets the answer be anything.  num_prompt_logprobs: alternatives to every token of the prompt, None
+    asks for no logprobs of it.
     """
 
     sampling: Sampling
@@ -93,6 +101,7 @@ class Understood:
     replies: Replies
     max_calls: int | None = None
     grammar: Grammar | None = None
+    num_prompt_logprobs: int | None = None
 
 
 class Generating:
@@ -116,6 +125,7 @@ class Generating:
         self._front = front
         self._operation = operation
         self._started = started
+        self._has_answer = understood.rules.max_tokens != 0
         jobs = plan_jobs(
             request_id,
             front.model,
@@ -123,6 +133,7 @@ class Generating:
             understood.sampling,
             understood.rules,
             grammar=understood.grammar,
+            num_prompt_logprobs=understood.num_prompt_logprobs,
             context_tokens=front.context_tokens,
             prompt_field=prompt_field,
             traceparent=telemetry.current_traceparent(),
@@ -175,6 +186,10 @@ class Generating:
         transcript = choice.transcript
         async with self._front.upstream.generate(choice.job.request) as generation:
             async for event in generation:
+                if event.prompt_logprobs:
+                    choice.prompt_scores = event.prompt_logprobs
+                if not self._has_answer:
+                    event = _without_answer(event)  # noqa: PLW2901 - the same event, less what nobody wants
                 if event.token_ids:
                     self._visit.spend_output(len(event.token_ids))
                     self._see_first_token()
@@ -191,6 +206,17 @@ class Generating:
         if self.first_token_seconds is None:
             self.first_token_seconds = time.perf_counter() - self._started
             self._front.meters.first_token(self._operation, self.first_token_seconds)
+
+
+def _without_answer(event: TokenEvent) -> TokenEvent:
+    """Return an event of a request that wants its prompt alone: engines compute a token all the same."""
+    if event.HasField("error"):
+        return event
+    return TokenEvent(
+        request_id=event.request_id,
+        finish_reason=event.finish_reason and FinishReason.FINISH_REASON_LENGTH,
+        usage=event.usage,
+    )
 
 
 def _choice(job: Job, understood: Understood) -> Choice:

@@ -9,7 +9,11 @@ import orjson
 
 from services.recipe.detokenize import Detokenizer
 from services.recipe.dialect import CallArguments, CallBegun, Event, Text
-from services.recipe.hermes import CALL_BEGIN, CALL_END
+from services.recipe.hermes import CALL_BEGIN, CALL_END, MAX_DEPTH
+from services.recipe.json_object import JsonObject
+
+MAX_HEADER_CHARACTERS = 1024
+"""A call whose arguments have not begun by then is read when it is whole."""
 
 _BEGINNINGS = "|".join(re.escape(CALL_BEGIN[:length]) for length in range(len(CALL_BEGIN) - 1, 0, -1))
 _HELD = re.compile(rf"\n*(?:{_BEGINNINGS})?\Z")  # newlines before a call are not text
@@ -17,7 +21,11 @@ _HEADER = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|para
 
 
 class HermesParser:
-    """Reads one answer. A call is told when it is whole, so its arguments are always a JSON object.
+    """Reads one answer.
+
+    A call of the usual form, its name first, is told as it comes: its arguments are a JSON object whatever the model
+    wrote (json_object.py), unless the token limit cut them off. What follows them up to the closing tag says nothing. A
+    call of another form (arguments first, a list of calls) is told when it is whole and right, else it is text.
 
     names: the tools that were declared. What is no call of one of them is text, as long as no call came before.
     """
@@ -26,7 +34,8 @@ class HermesParser:
         self._detokenizer = Detokenizer(pieces)
         self._names = names
         self._held = ""
-        self._call: str | None = None  # what came since the opening tag
+        self._call: str | None = None  # what came since the opening tag and was not told
+        self._arguments: JsonObject | None = None  # of a call that is told as it comes
         self._num_calls = 0
         self.num_reasoning_tokens = 0
         self.is_text = True
@@ -38,17 +47,16 @@ class HermesParser:
         return events
 
     def rest(self, *, is_whole: bool) -> list[Event]:
-        """Return what was held back; of a call that was cut off, its beginning."""
-        if self._call is None:
+        """Return what was held back."""
+        body, self._call = self._call, None
+        if body is None:
             held, self._held = self._held, ""
             return self._say(held)
-        body, self._call = self._call, None
-        if is_whole:
-            return self._told(body, "")
-        header = _HEADER.match(body)
-        if header is None or header[1] not in self._names:
-            return self._say(CALL_BEGIN + body)
-        return [CallBegun(self._num_calls, header[1]), CallArguments(self._num_calls, body[header.end() :])]
+        if self._arguments is None:
+            return self._told(body, "") if is_whole else self._say(CALL_BEGIN + body)
+        if self._arguments.is_over:
+            return []
+        return self._argue(self._arguments.close() if is_whole else self._arguments.cut())
 
     def _read(self, text: str) -> list[Event]:
         events: list[Event] = []
@@ -62,15 +70,36 @@ class HermesParser:
                 else:
                     self._held = _HELD.search(before).group()  # type: ignore[union-attr] # \Z matches
                     events += self._say(before.removesuffix(self._held))
+            elif self._arguments is not None and not self._arguments.is_over:
+                events += self._argue(self._arguments.feed(text))
+                text = self._arguments.unread
             else:
-                body, tag, rest = (self._call + text).partition(CALL_END)
-                self._call, text = (None, rest) if tag else (body, "")
-                if tag:
-                    events += self._told(body, CALL_END)
+                text = self._in_call(self._call + text, events)
         return events
+
+    def _in_call(self, body: str, events: list[Event]) -> str:
+        """Read on in a call, before or after its arguments; return what is left to be read."""
+        body, tag, rest = body.partition(CALL_END)
+        if self._arguments is None:
+            header = _HEADER.match(body, 0, MAX_HEADER_CHARACTERS)
+            if header is not None and header[1] in self._names:
+                events.append(CallBegun(self._num_calls, header[1]))
+                self._num_calls += 1
+                self._call, self._arguments = "", JsonObject(MAX_DEPTH)
+                return body[header.end() :] + tag + rest
+        if not tag:
+            self._call = body if self._arguments is None else body[1 - len(CALL_END) :]
+            return ""
+        if self._arguments is None:
+            events += self._told(body, CALL_END)
+        self._call = self._arguments = None
+        return rest
 
     def _say(self, text: str) -> list[Event]:
         return [Text(text)] if text and not self._num_calls else []
+
+    def _argue(self, text: str) -> list[Event]:
+        return [CallArguments(self._num_calls - 1, text)] if text else []
 
     def _told(self, body: str, ending: str) -> list[Event]:
         calls = _calls(body)

@@ -34,6 +34,7 @@ def plan_jobs(
     rules: AnswerRules,
     *,
     grammar: Grammar | None,
+    num_prompt_logprobs: int | None,
     context_tokens: int,
     prompt_field: str,
     traceparent: str,
@@ -59,6 +60,7 @@ def plan_jobs(
                 deadline_unix_seconds=deadline,
                 traceparent=traceparent,
                 grammar=grammar,
+                num_prompt_logprobs=num_prompt_logprobs,
                 images=prompt.images,
             )
             jobs.append(Job(choice, at, prompt.ids, request))
@@ -66,14 +68,14 @@ def plan_jobs(
 
 
 def _answer_tokens(prompt_tokens: int, max_tokens: int | None, context_tokens: int, prompt_field: str) -> int:
-    """Return the answer's limit; without one it may fill the context."""
+    """Return the answer's limit, at least 1, which is what engines compute; without one it may fill the context."""
     if prompt_tokens == 0:
         raise refuse(prompt_field, "must have at least one token")
     room = context_tokens - prompt_tokens
     if room < (max_tokens or 1):
         wanted = f"up to {max_tokens}" if max_tokens else "at least 1"
         raise too_long(prompt_field if room < 1 else "max_tokens", context_tokens, str(prompt_tokens), wanted)
-    return max_tokens or room
+    return room if max_tokens is None else max(max_tokens, 1)
 
 
 def _sampling_params(sampling: Sampling, seed: int) -> SamplingParams:

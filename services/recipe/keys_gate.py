@@ -1,7 +1,7 @@
 """May this caller come in? Asked of every HTTP request before anything of its body is read."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from http import HTTPStatus
 
@@ -125,11 +125,11 @@ def _header(scope: Scope, name: bytes) -> str:
 def _telling(scope: Scope, account: Account, send: Send) -> Send:
     anthropic = shape_of(scope) is ANTHROPIC
 
-    async def send_with_standings(message: Message) -> None:
+    def send_with_standings(message: Message) -> Awaitable[None]:
         if message["type"] == "http.response.start":
             extra = standing_headers(account.standings(time.monotonic()), anthropic=anthropic)
             message["headers"] = [*message.get("headers", ()), *extra]
-        await send(message)
+        return send(message)
 
     return send_with_standings
 

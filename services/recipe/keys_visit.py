@@ -10,17 +10,23 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from http import HTTPStatus
+from typing import Final
 
-from proto.common_pb2 import Request
+from proto.common_pb2 import Request, RetentionClass
 from services.recipe.choices import Choice, spent
 from services.recipe.jobs import Job
 from services.recipe.keys_account import Account, LimitReachedError
 from services.recipe.refusals import ApiError
 from services.recipe.usage_log import UsageLog
 
+_CLASSES: Final = {
+    "chat": RetentionClass.RETENTION_CLASS_CHAT,
+    "agent": RetentionClass.RETENTION_CLASS_AGENT,
+}
+
 
 class Visit:
-    """One request's authenticated caller. account: None while keys are off."""
+    """One request's authenticated caller. account: None while keys are off; retention: of keys.RETENTIONS."""
 
     def __init__(self, account: Account | None = None, retention: str = "chat", log: UsageLog | None = None) -> None:
         self.account = account
@@ -105,6 +111,7 @@ class Visit:
         # Only ever from the key: the entrypoint makes the salt of the stored KV's names of it.
         request.tenant = self.tenant
         request.priority = self.account.key.priority if self.account else 0
+        request.retention = _CLASSES[self.retention]
 
 
 _ANONYMOUS = Visit()

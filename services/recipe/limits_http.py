@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from services.recipe.cork import Cork
 from services.recipe.refusals import ApiError
 
 MAX_HEAD_BYTES = 64 << 10
@@ -43,7 +44,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for a request."""
-        super().connection_made(transport)
+        self._cork = Cork(transport, self.loop)
+        super().connection_made(self._cork)  # type: ignore[arg-type] # one in all but name
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -86,6 +88,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Start to answer."""
         self._is_in_head = False
+        self._cork.expect_head()
         if self._head_timer is not None:
             self._head_timer.cancel()
         super().on_headers_complete()

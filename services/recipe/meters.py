@@ -30,6 +30,7 @@ class Meters:
         self._tokens = Counter(
             "fathom_recipe_tokens", "Tokens of answered requests.", ["operation", "kind"], registry=registry
         )
+        self._by_operation: dict[str, Sequence[Counter]] = {}
         self.open_requests = Gauge("fathom_recipe_open_requests", "Requests being answered.", registry=registry)
 
     def first_token(self, operation: str, seconds: float) -> None:
@@ -40,6 +41,14 @@ class Meters:
         """Count a request that ended, well or not. status: HTTP, 499 when the caller left."""
         self._duration.labels(operation, str(status)).observe(seconds)
         tokens = spent(choices)
-        self._tokens.labels(operation, "prompt").inc(tokens.prompt_tokens)
-        self._tokens.labels(operation, "cached").inc(tokens.cached_tokens)
-        self._tokens.labels(operation, "completion").inc(tokens.completion_tokens)
+        counts = tokens.prompt_tokens, tokens.cached_tokens, tokens.completion_tokens
+        for counter, count in zip(self._kinds(operation), counts, strict=True):
+            counter.inc(count)
+
+    def _kinds(self, operation: str) -> Sequence[Counter]:
+        """Return an operation's counters of tokens; finding them takes longer than counting."""
+        found = self._by_operation.get(operation)
+        if found is None:
+            kinds = ("prompt", "cached", "completion")
+            found = self._by_operation[operation] = [self._tokens.labels(operation, kind) for kind in kinds]
+        return found

@@ -32,10 +32,10 @@ class ServedModel:
     """SHA-256 of tokenizer.json: grammars name its ids."""
 
 
-def load_model(folder: Path, name: str = "") -> ServedModel:
+def load_model(folder: Path) -> ServedModel:
     """Read `folder`; raise ModelFolderError when it cannot serve.
 
-    name: what callers ask for; empty takes "name" of the folder's fathom.json, else the folder's own name.
+    Callers ask for "name" of the folder's fathom.json, else the folder's own name, as the engines announce it.
     """
     config = _read(folder / "config.json", is_required=True)
     served = _read(folder / "fathom.json")
@@ -51,7 +51,7 @@ def load_model(folder: Path, name: str = "") -> ServedModel:
     dialect = choose_dialect(folder, config, served.get("renderer"), _read(folder / "tokenizer_config.json"), tokenizer)
     vocab_tokens = int(text_config.get("vocab_size") or tokenizer.num_tokens)
     return ServedModel(
-        name=name or str(served.get("name") or folder.resolve().name),
+        name=str(served.get("name") or folder.resolve().name),
         tokenizer=tokenizer,
         dialect=dialect,
         encoder=Encoder(tokenizer, dialect, vocab_tokens=vocab_tokens, image_rules=image_rules),

@@ -3,40 +3,36 @@
 A field may also be null, which asks for nothing; the schemas do not repeat that.
 """
 
-from typing import Any, Final
+from typing import Final
 
 from services.recipe.conversation import EFFORTS
+from services.recipe.openapi_parts import (
+    ANTHROPIC_CHOICE,
+    ANTHROPIC_MESSAGES,
+    ANTHROPIC_TOOLS,
+    CHAT_CHOICE,
+    CHAT_MESSAGES,
+    CHAT_TOOLS,
+    COUNT,
+    FLAG,
+    IDS,
+    ITEM,
+    OBJECT,
+    RESPONSE_CHOICE,
+    RESPONSE_FORMAT,
+    RESPONSE_TOOLS,
+    TEXT,
+    TEXT_BLOCK,
+    TEXT_FORMAT,
+    Schema,
+    closed,
+    listed,
+    numbers,
+    one_of,
+    said,
+    typed,
+)
 from services.recipe.schema import MAX_CHOICES, MAX_STOPS
-
-Schema = dict[str, Any]
-
-TEXT: Final[Schema] = {"type": "string"}
-FLAG: Final[Schema] = {"type": "boolean"}
-OBJECT: Final[Schema] = {"type": "object"}
-COUNT: Final[Schema] = {"type": "integer", "minimum": 1, "maximum": (1 << 31) - 1}
-NAME: Final[Schema] = {"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,64}$"}
-IDS: Final[Schema] = {"type": "array", "items": {"type": "integer", "minimum": 0}}
-
-
-def numbers(low: float, high: float) -> Schema:
-    """Return the schema of a number of low..high."""
-    return {"type": "number", "minimum": low, "maximum": high}
-
-
-def one_of(*values: str) -> Schema:
-    """Return the schema of some strings."""
-    return {"type": "string", "enum": list(values)}
-
-
-def listed(items: Schema, most: int) -> Schema:
-    """Return the schema of a list of at most `most`."""
-    return {"type": "array", "items": items, "maxItems": most}
-
-
-def closed(properties: dict[str, Schema], *required: str) -> Schema:
-    """Return the schema of an object without other fields."""
-    return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
-
 
 METADATA: Final[Schema] = {
     "type": "object",
@@ -71,18 +67,14 @@ ANSWER: Final = {
     "return_token_ids": FLAG,
     "stream": FLAG,
     "stream_options": closed({"include_usage": FLAG}),
-    "response_format": OBJECT,
+    "response_format": RESPONSE_FORMAT,
 }
-MESSAGES: Final = {"type": "array", "items": OBJECT, "minItems": 1, "maxItems": 4096}
-FUNCTION: Final = closed({"name": NAME, "description": TEXT, "parameters": OBJECT, "strict": FLAG}, "name")
-CHAT_TOOLS: Final = listed(closed({"type": one_of("function"), "function": FUNCTION}, "type", "function"), 128)
-CHOICE: Final[Schema] = {"anyOf": [one_of("auto", "none", "required"), OBJECT]}
-TOOLS: Final = {"tools": CHAT_TOOLS, "tool_choice": CHOICE, "parallel_tool_calls": FLAG}
+TOOLS: Final = {"tools": CHAT_TOOLS, "tool_choice": CHAT_CHOICE, "parallel_tool_calls": FLAG}
 
 CHAT: Final = closed(
     {
         "model": TEXT,
-        "messages": MESSAGES,
+        "messages": CHAT_MESSAGES,
         "max_completion_tokens": COUNT,
         "logprobs": FLAG,
         "top_logprobs": {"type": "integer", "minimum": 0, "maximum": 20},
@@ -100,9 +92,11 @@ COMPLETION: Final = closed(
         "model": TEXT,
         "prompt": {"anyOf": [TEXT, IDS, {"type": "array", "items": {"anyOf": [TEXT, IDS]}}]},
         "logprobs": {"type": "integer", "minimum": 0, "maximum": 5},
-        "echo": FLAG,
+        "echo": said("the prompt stands before the answer; with logprobs it has its own", FLAG),
+        "suffix": said("what follows the answer, for models that fill in", TEXT),
         **SAMPLING,
         **ANSWER,
+        "max_tokens": said("0 with echo: the prompt alone", COUNT | {"minimum": 0}),
         **IDENTITY,
     },
     "model",
@@ -110,30 +104,26 @@ COMPLETION: Final = closed(
 )
 _RESPONSE_FIELDS: Final[dict[str, Schema]] = {
     "model": TEXT,
-    "input": {"anyOf": [TEXT, listed(OBJECT, 4096)]},
+    "input": {"anyOf": [TEXT, listed(ITEM, 4096)]},
     "instructions": TEXT,
     "previous_response_id": TEXT,
     "conversation": {"anyOf": [TEXT, closed({"id": TEXT}, "id")]},
     "background": FLAG,
-    "include": listed(TEXT, 3),
+    "include": listed(
+        one_of("reasoning.encrypted_content", "message.output_text.logprobs", "message.input_image.image_url"),
+        3,
+    ),
     "max_output_tokens": COUNT,
     "max_tool_calls": COUNT,
     "parallel_tool_calls": FLAG,
     "reasoning": closed({"effort": one_of(*EFFORTS), "summary": one_of("auto")}),
-    "text": closed({"format": OBJECT, "verbosity": one_of("medium")}),
-    "tools": listed(
-        closed(
-            {"type": one_of("function"), "name": NAME, "description": TEXT, "parameters": OBJECT, "strict": FLAG},
-            "type",
-            "name",
-        ),
-        128,
-    ),
-    "tool_choice": CHOICE,
+    "text": closed({"format": TEXT_FORMAT, "verbosity": one_of("medium")}),
+    "tools": RESPONSE_TOOLS,
+    "tool_choice": RESPONSE_CHOICE,
     "top_logprobs": {"type": "integer", "minimum": 0, "maximum": 20},
     "truncation": one_of("auto", "disabled"),
     "stream": FLAG,
-    "stream_options": OBJECT,
+    "stream_options": closed({"include_obfuscation": said("false is the only value", FLAG)}),
     **SAMPLING,
     **IDENTITY,
 }
@@ -141,18 +131,30 @@ RESPONSE: Final = closed(_RESPONSE_FIELDS, "model")
 INPUT_TOKENS: Final = closed(_RESPONSE_FIELDS)
 _MESSAGES_FIELDS: Final[dict[str, Schema]] = {
     "model": TEXT,
-    "messages": MESSAGES,
+    "messages": ANTHROPIC_MESSAGES,
     "max_tokens": COUNT,
-    "system": {"anyOf": [TEXT, {"type": "array", "items": OBJECT}]},
+    "system": {"anyOf": [TEXT, listed(TEXT_BLOCK, 50_000)]},
     "stop_sequences": listed(TEXT, 16),
     "stream": FLAG,
     "temperature": numbers(0, 2),
     "top_p": SAMPLING["top_p"],
     "top_k": SAMPLING["top_k"],
-    "thinking": OBJECT,
-    "output_config": closed({"effort": one_of(*EFFORTS[2:]), "format": OBJECT}),
-    "tools": listed(OBJECT, 128),
-    "tool_choice": OBJECT,
+    "thinking": {
+        "anyOf": [
+            typed("disabled", {}),
+            typed("adaptive", {"display": one_of("summarized", "omitted")}),
+            typed(
+                "enabled",
+                {"budget_tokens": COUNT | {"minimum": 1024}, "display": one_of("summarized", "omitted")},
+                "budget_tokens",
+            ),
+        ]
+    },
+    "output_config": closed(
+        {"effort": one_of(*EFFORTS[2:]), "format": typed("json_schema", {"schema": OBJECT}, "schema")}
+    ),
+    "tools": ANTHROPIC_TOOLS,
+    "tool_choice": ANTHROPIC_CHOICE,
     "metadata": closed({"user_id": TEXT}),
     "service_tier": one_of("auto", "standard_only"),
     "cache_control": OBJECT,
@@ -160,9 +162,9 @@ _MESSAGES_FIELDS: Final[dict[str, Schema]] = {
 ANTHROPIC: Final = closed(_MESSAGES_FIELDS, "model", "messages", "max_tokens")
 ANTHROPIC_COUNT: Final = closed(_MESSAGES_FIELDS, "model", "messages")
 TOKENIZE: Final = closed(
-    {"model": TEXT, "prompt": TEXT, "messages": MESSAGES, **TOOLS, "reasoning_effort": one_of(*EFFORTS)}
+    {"model": TEXT, "prompt": TEXT, "messages": CHAT_MESSAGES, **TOOLS, "reasoning_effort": one_of(*EFFORTS)}
 )
 DETOKENIZE: Final = closed({"model": TEXT, "tokens": IDS}, "tokens")
-CONVERSATION: Final = closed({"metadata": METADATA, "items": listed(OBJECT, 20)})
+CONVERSATION: Final = closed({"metadata": METADATA, "items": listed(ITEM, 20)})
 METADATA_ALONE: Final = closed({"metadata": METADATA})
-ITEMS: Final = closed({"items": listed(OBJECT, 20)}, "items")
+ITEMS: Final = closed({"items": listed(ITEM, 20)}, "items")

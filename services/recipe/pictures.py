@@ -18,7 +18,7 @@ MAX_PICTURES = 64
 MAX_PICTURES_BYTES = 4 << 20
 """Of all pictures in a request, decoded. They ride in one gRPC message, which may have 8 MiB with the prompt's ids."""
 
-DATA_URL = "data:"
+DATA_URL, HTTPS_URL = "data:", "https:"
 MEDIA_TYPES = ("image/png", "image/jpeg", "image/webp")
 
 
@@ -31,11 +31,12 @@ class Prompt:
 
 
 def read_url(url: str, where: str) -> Picture:
-    """Return the picture in a data: URL; raise a 400 for any other URL. Nothing is decoded yet."""
+    """Return the picture of a data: or https: URL; raise a 400 for any other. Nothing is decoded or fetched yet."""
+    if url[: len(HTTPS_URL)].lower() == HTTPS_URL:
+        return Picture(where, "", url=url)
     head, comma, encoded = url.partition(",") if url.startswith(DATA_URL) else ("", "", "")
     if not comma:
-        rule = "must be a data: URL with base64; URLs to be fetched are not served by this version"
-        raise refuse(where, rule, code="invalid_image_url")
+        raise refuse(where, "must be a data: URL with base64, or an https: URL", code="invalid_image_url")
     media_type, *parameters = head.removeprefix(DATA_URL).split(";")
     if media_type.lower() not in MEDIA_TYPES or [p.lower() for p in parameters] != ["base64"]:
         raise refuse(where, f"must begin with data:<type>;base64, where type is {', '.join(MEDIA_TYPES)}")
@@ -45,10 +46,10 @@ def read_url(url: str, where: str) -> Picture:
 def check_size(pictures: Sequence[Picture]) -> None:
     """Raise a 413 when a request has more pictures, or longer ones, than may be decoded."""
     if len(pictures) > MAX_PICTURES:
-        raise _too_large(f"a request may have {MAX_PICTURES} images, this one has {len(pictures)}")
+        raise too_large(f"a request may have {MAX_PICTURES} images, this one has {len(pictures)}")
     # Three bytes in four characters; what the padding leaves is not worth counting.
     if sum(len(picture.encoded) for picture in pictures) > MAX_PICTURES_BYTES // 3 * 4 + 4 * MAX_PICTURES:
-        raise _too_large(f"a request's images may have {MAX_PICTURES_BYTES} bytes together (4 MiB)")
+        raise too_large()
 
 
 def place(ids: Sequence[int], pictures: Sequence[Picture], rules: ImageRules | None, vocab_tokens: int) -> Prompt:
@@ -79,7 +80,7 @@ def place(ids: Sequence[int], pictures: Sequence[Picture], rules: ImageRules | N
 def _open(picture: Picture, rules: ImageRules, vocab_tokens: int) -> tuple[ImageRef, Sequence[int]]:
     """Return the reference without position, and the ids that stand for the image."""
     try:
-        data = base64.b64decode(picture.encoded, validate=True)
+        data = picture.data or base64.b64decode(picture.encoded, validate=True)
     except (binascii.Error, ValueError):
         raise refuse(picture.where, "is not base64", code="invalid_image") from None
     try:
@@ -93,5 +94,6 @@ def _open(picture: Picture, rules: ImageRules, vocab_tokens: int) -> tuple[Image
     return image, ids
 
 
-def _too_large(rule: str) -> ApiError:
+def too_large(rule: str = f"a request's images may have {MAX_PICTURES_BYTES} bytes together (4 MiB)") -> ApiError:
+    """Return the error for more, or longer, pictures than a request may have."""
     return refuse("messages", rule, code="images_too_large", status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE)

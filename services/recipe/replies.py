@@ -7,14 +7,13 @@ from typing import Any, ClassVar
 import orjson
 
 from services.recipe.choices import Choice, join, spent
-from services.recipe.detokenize import Detokenizer
 from services.recipe.dialect import CallArguments, CallBegun
 from services.recipe.identity import SERVICE_TIER
 from services.recipe.jobs import Job
 from services.recipe.refusals import ApiError
 from services.recipe.schema import AnswerRules
 from services.recipe.shapes import OPENAI, frame
-from services.recipe.token_scores import LEAST_LOGPROB, told_scores
+from services.recipe.token_scores import told_scores
 from services.recipe.tokenizer import PromptTokenizer
 from services.recipe.transcript import Piece, Score
 
@@ -117,6 +116,7 @@ class ChatReplies(OpenAiReplies):
         self._reasons = reasons
         self._thinks = thinks
         self._names_call = names_call
+        self._around_text: dict[int, tuple[bytes, bytes]] = {}
 
     def opening(self, choice: Choice) -> bytes:
         job = choice.job
@@ -124,6 +124,9 @@ class ChatReplies(OpenAiReplies):
 
     def chunk(self, choice: Choice, piece: Piece) -> bytes:
         job = choice.job
+        if self._is_text_alone(piece):
+            before, after = self._around_text.get(job.choice) or self._begin_text(job)
+            return before + orjson.dumps(piece.text) + after
         deltas: list[dict[str, Any]] = [{"reasoning_content": piece.reasoning}] if piece.reasoning else []
         # What belongs to the tokens as such goes with the first delta, logprobs with the text that they are of.
         extras, scored = self._ids(piece), len(deltas) if piece.text else 0
@@ -144,6 +147,18 @@ class ChatReplies(OpenAiReplies):
         if self._reasons:
             told["completion_tokens_details"] = {"reasoning_tokens": spent(choices).reasoning_tokens}
         return told
+
+    def _is_text_alone(self, piece: Piece) -> bool:
+        """Return whether all that a piece has is text, as most of a stream's have."""
+        is_more = piece.finish_reason or piece.reasoning or piece.calls or piece.scores
+        return bool(piece.text) and not is_more and not self._rules.returns_token_ids
+
+    def _begin_text(self, job: Job) -> tuple[bytes, bytes]:
+        """Return what stands before and after the text in frames of a choice: the same in all of them."""
+        mark = "\x00"
+        before, after = self._delta(job, {"content": mark}, None, {}).rsplit(orjson.dumps(mark), 1)
+        self._around_text[job.choice] = before, after
+        return before, after
 
     def _reason(self, reason: str | None) -> str | None:
         # OpenAI says "tool_calls" only where the call was the model's own idea.
@@ -193,63 +208,6 @@ class ChatReplies(OpenAiReplies):
         if not scores:
             return None
         return {"content": told_scores(scores, self._tokenizer), "refusal": None}
-
-
-class CompletionReplies(OpenAiReplies):
-    """Answers of /v1/completions. echoes: what to show before each prompt's answers, by prompt; empty without echo."""
-
-    id_prefix: ClassVar[str] = "cmpl-"
-    whole_object: ClassVar[str] = "text_completion"
-    chunk_object: ClassVar[str] = "text_completion"
-    no_logprobs: ClassVar[dict[str, Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-
-    def __init__(self, *args: Any, echoes: Sequence[str] = (), **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._echoes = echoes
-
-    def opening(self, choice: Choice) -> bytes:
-        job = choice.job
-        echo, ids = self._echo(job), self._prompt_ids(job)
-        if not echo and not ids:
-            return b""
-        return self._frame({"index": job.choice, "text": echo, "logprobs": None, "finish_reason": None, **ids})
-
-    def chunk(self, choice: Choice, piece: Piece) -> bytes:
-        return self._frame(
-            {
-                "index": choice.job.choice,
-                "text": piece.text,
-                "logprobs": self._logprobs(piece.scores),
-                "finish_reason": piece.finish_reason,
-                **self._ids(piece),
-            }
-        )
-
-    def _choice(self, choice: Choice, said: Piece) -> dict[str, Any]:
-        text = self._echo(choice.job) + said.text
-        return {"index": choice.job.choice, "text": text, "logprobs": self._logprobs(said.scores)}
-
-    def _echo(self, job: Job) -> str:
-        return self._echoes[job.prompt] if self._echoes else ""
-
-    def _logprobs(self, scores: Sequence[Score]) -> dict[str, Any] | None:
-        if not scores:
-            return None
-        spelled = self._tokenizer.spelling
-        return {
-            "tokens": [spelled(score.position.chosen.token_id) for score in scores],
-            "token_logprobs": [max(score.position.chosen.logprob, LEAST_LOGPROB) for score in scores],
-            "top_logprobs": [
-                {spelled(token.token_id): max(token.logprob, LEAST_LOGPROB) for token in score.position.top}
-                for score in scores
-            ],
-            "text_offset": [score.offset for score in scores],
-        }
-
-
-def echo_text(prompt: str | Sequence[int], tokenizer: PromptTokenizer) -> str:
-    """Return a prompt as text; token ids are spelled out, special ones left out."""
-    return prompt if isinstance(prompt, str) else Detokenizer(tokenizer.pieces).feed(prompt)
 
 
 def usage(choices: Sequence[Choice]) -> dict[str, Any]:

@@ -56,7 +56,7 @@ class ResponsesEndpoint(Endpoint):
         asked = read_request(body, model.rules, earlier)
         prompt = await fitting_prompt(
             model.encoder,
-            asked.conversation,
+            await self.front.fetcher.fetched(asked.conversation),
             self.front.context_tokens,
             answer_tokens=asked.rules.max_tokens or 1,
             drops_oldest=asked.drops_oldest,
@@ -168,7 +168,7 @@ class InputTokensEndpoint(PlainEndpoint):
         asked = read_request(body, model.rules, earlier, counts_only=True)
         prompt = await fitting_prompt(
             model.encoder,
-            asked.conversation,
+            await self.front.fetcher.fetched(asked.conversation),
             self.front.context_tokens,
             answer_tokens=1,
             drops_oldest=asked.drops_oldest,

@@ -34,7 +34,7 @@ _NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
     "function_call": ("none",),
 }
 _NEUTRAL_TOOLS: dict[str, tuple[Any, ...]] = {"tools": ([],), "tool_choice": ("none",)}
-_NEUTRAL_COMPLETION: dict[str, tuple[Any, ...]] = {"suffix": ("",), "best_of": (1,)}
+_NEUTRAL_COMPLETION: dict[str, tuple[Any, ...]] = {"best_of": (1,)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,10 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class AnswerRules:
-    """When the answer ends and how it is told. max_tokens None: as many as fit into the context."""
+    """When the answer ends and how it is told.
+
+    max_tokens: None is as many as fit into the context, 0 shows the prompt alone.
+    """
 
     max_tokens: int | None
     stops: tuple[str, ...]
@@ -90,14 +93,23 @@ class ChatRequest:
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """A validated body of /v1/completions. prompts: texts, or ids to be used exactly as they are."""
+    """A validated body of /v1/completions.
+
+    prompts: texts, or ids to be used exactly as they are.  suffix: what is to follow the answer, "" for anything.
+    """
 
     model: str
     prompts: tuple[str | list[int], ...]
+    suffix: str
     echo: bool
     sampling: Sampling
     rules: AnswerRules
     format: Format = TEXT
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """How many alternatives to every token of the prompt are to be told; None: nothing of them."""
+        return self.sampling.num_logprobs if self.echo else None
 
 
 def read_model(body: dict[str, Any]) -> str:
@@ -159,17 +171,17 @@ def read_completion(body: dict[str, Any], *, vocab_tokens: int) -> CompletionReq
     fields.accept(("model",))
     prompts = _prompts(fields.take("prompt"), vocab_tokens)
     num_logprobs = fields.integer("logprobs", 0, 5)
-    echo = fields.flag("echo")
-    if echo and num_logprobs is not None:
-        raise fields.wrong("echo", "cannot be combined with logprobs: the prompt's own are not computed")
+    echo, suffix = fields.flag("echo"), fields.text("suffix") or ""
+    if echo and suffix:
+        raise fields.wrong("echo", "cannot be combined with suffix")
     format_ = read_format(fields, "response_format")
     fields.refuse_all_but(_NEUTRAL_COMPLETION, _NOT_YET)
     sampling = read_sampling(fields, num_logprobs, vocab_tokens)
-    rules = read_rules(fields, fields.integer("max_tokens", 1, _UINT31), vocab_tokens)
+    rules = read_rules(fields, fields.integer("max_tokens", 0 if echo else 1, _UINT31), vocab_tokens)
     fields.finish()
     if len(prompts) * rules.num_choices > MAX_ALL_CHOICES:
         raise refuse("prompt", f"prompts times n must be at most {MAX_ALL_CHOICES}")
-    return CompletionRequest(model, prompts, echo, sampling, rules, format_)
+    return CompletionRequest(model, prompts, suffix, echo, sampling, rules, format_)
 
 
 def read_sampling(fields: Fields, num_logprobs: int | None, vocab_tokens: int) -> Sampling:

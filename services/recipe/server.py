@@ -12,6 +12,8 @@ from services.recipe.config import RecipeSettings
 from services.recipe.generating import Front
 from services.recipe.grammars import GrammarCompiler
 from services.recipe.idempotency import Idempotency
+from services.recipe.image_fetch import ImageFetcher
+from services.recipe.image_urls import read_rules
 from services.recipe.keys_gate import Gate
 from services.recipe.keys_watch import open_keys
 from services.recipe.listener import Listener
@@ -26,14 +28,15 @@ async def build(service: Service) -> None:
     settings: RecipeSettings = service.settings
     keyring = open_keys(service, settings.keys_file)
     service.progress("load tokenizer", 0, 1)
-    model = await asyncio.to_thread(load_model, settings.model, settings.model_name)
+    model = await asyncio.to_thread(load_model, settings.model)
     _return_freed_memory()
     service.progress("load tokenizer", 1, 1)
 
     channel = service.channel(settings.entrypoint_address, "entrypoint")
     upstream = Upstream(channel, service.boot_id, model.name)
     compiler = GrammarCompiler(model.tokenizer_digest)
-    front = Front(model, upstream, Meters(service.metrics), settings.max_body_bytes, compiler)
+    fetcher = ImageFetcher(read_rules(settings.image_urls))
+    front = Front(model, upstream, Meters(service.metrics), settings.max_body_bytes, compiler, fetcher)
 
     def guarded(app: ASGIApp) -> ASGIApp:
         return Gate(Idempotency(app, settings.max_body_bytes), keyring, service.metrics)
@@ -50,6 +53,7 @@ async def build(service: Service) -> None:
         service.on_drain(background.drain)
         service.on_stop(background.end)
     service.on_stop(compiler.close)
+    service.on_stop(fetcher.close)
     telemetry.log.info(
         "recipe.listening", address=listener.address, model=model.name, context_tokens=model.context_tokens
     )

@@ -35,23 +35,30 @@ class EventStream:
         self._send = send
         self._sign = ping
         self._ping_seconds = ping_seconds
-        self._lock = asyncio.Lock()  # choices and pings write at once, and the head comes first
-        self._last = asyncio.get_running_loop().time()
+        self._lock = asyncio.Lock()  # choices and pings write at once, and only one of them the head
+        self._loop = asyncio.get_running_loop()
+        self._last = self._loop.time()
         self.is_started = False
 
     async def write(self, frames: bytes) -> None:
         """Send whole frames; waits while the caller reads more slowly than we write."""
-        async with self._lock:
-            if not self.is_started:
-                await self._send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
-                self.is_started = True  # not before: cancelled in there, nothing was sent
+        if self.is_started:
             await self._send({"type": "http.response.body", "body": frames, "more_body": True})
-            self._last = asyncio.get_running_loop().time()
+        else:
+            async with self._lock:
+                await self._write(frames, is_last=False)
+        self._last = self._loop.time()
 
     async def end(self, frames: bytes) -> None:
         """Send the last frames."""
-        await self.write(frames)
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        async with self._lock:
+            await self._write(frames, is_last=True)
+
+    async def _write(self, frames: bytes, *, is_last: bool) -> None:
+        if not self.is_started:
+            await self._send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
+            self.is_started = True  # not before: cancelled in there, nothing was sent
+        await self._send({"type": "http.response.body", "body": frames, "more_body": not is_last})
 
     @asynccontextmanager
     async def pinging(self) -> AsyncIterator[None]:

@@ -6,6 +6,8 @@ Ordinary text never becomes a control token here: the library runs with its cont
 
 import json
 import re
+from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,10 @@ from services.recipe.token_floor import TokenFloor
 
 LONG_CHARACTERS = 4096
 """Texts from this length on are encoded without holding the interpreter, which costs short ones more than it gives."""
+
+SHORT_CHARACTERS = 128
+"""Stretches up to this length are remembered: a template's own, between one control token and the next."""
+NUM_SHORT = 512
 
 _SPACE_MARK = "\u2581"  # sentencepiece's stand-in for a space
 _WORD = re.compile(r"\w")
@@ -36,6 +42,7 @@ class PromptTokenizer:
         tokenizer.encode_special_tokens = True
         self._prepends_first = _stop_prepending(tokenizer)
         self._tokenizer = tokenizer
+        self._short_ids = lru_cache(NUM_SHORT)(self.plain_ids)
         self._controls = {token.content: (id_, token) for id_, token in controls.items()}
         self.spellings = tuple(sorted(self._controls, key=len, reverse=True))
         """How control tokens are written, longest first."""
@@ -79,12 +86,12 @@ class PromptTokenizer:
         """
         if is_whole_prompt and self._prepends_first:
             text = _with_space_mark(text)
-        encoded = self._encode(text, adds_special=is_whole_prompt)
-        ids: list[int] = encoded.ids
+        ids = self._ids(text, adds_special=is_whole_prompt)
         if self._control_ids.isdisjoint(ids):
             return ids
         # Controls that the text spelled (not those the model wants around a prompt) have a span in it: some
         # vocabularies hold them as ordinary entries too. Cutting inside each spelling keeps them from being found.
+        [encoded] = self._tokenizer.encode_batch([text], add_special_tokens=is_whole_prompt)
         spans = zip(ids, encoded.offsets, strict=True)
         if any(id_ in self._control_ids and start < end for id_, (start, end) in spans):
             return self._cut_ids(text)
@@ -122,25 +129,29 @@ class PromptTokenizer:
         shown = self.pieces[token_id] or str(self._tokenizer.id_to_token(token_id) or "").encode()
         return shown.decode("utf-8", "backslashreplace")
 
-    def _stretch_ids(self, text: str, originals: dict[int, str] | None, *, is_first: bool) -> list[int]:
+    def _stretch_ids(self, text: str, originals: dict[int, str] | None, *, is_first: bool) -> Sequence[int]:
         if not text:
             return []
         if originals:
             text = text.translate(originals)
         if is_first and self._prepends_first:
             text = _with_space_mark(text)
-        return self.plain_ids(text)
+        return self._short_ids(text) if len(text) <= SHORT_CHARACTERS else self.plain_ids(text)
 
-    def _encode(self, text: str, *, adds_special: bool) -> Encoding:
+    def _ids(self, text: str, *, adds_special: bool) -> list[int]:
+        encoding: Encoding
         if len(text) < LONG_CHARACTERS:
-            return self._tokenizer.encode(text, add_special_tokens=adds_special)
-        # The same ids and offsets, but only the batch call lets other threads run: the event loop, above all.
-        return self._tokenizer.encode_batch([text], add_special_tokens=adds_special)[0]
+            encoding = self._tokenizer.encode(text, add_special_tokens=adds_special)
+        else:
+            # Without offsets, which cost half as much as the ids. Only the batch calls let other threads run meanwhile:
+            # the event loop, above all.
+            encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=adds_special)[0]
+        return encoding.ids
 
     def _cut_ids(self, text: str) -> list[int]:
         cuts = [0, *(mark.start() + 1 for mark in self._marks.finditer(text)), len(text)]
         parts = [text[start:end] for start, end in pairwise(cuts)]
-        ids = [id_ for part in parts for id_ in self._encode(part, adds_special=False).ids]
+        ids = [id_ for part in parts for id_ in self._ids(part, adds_special=False)]
         if not self._control_ids.isdisjoint(ids):
             raise refuse("", "the text cannot be told from control tokens by this model's vocabulary")
         return ids

@@ -23,7 +23,7 @@ class TokenizeEndpoint(PlainEndpoint):
         if prompt is None:
             conversation, _use = read_conversation(fields, model.rules)
             fields.finish()
-            encoded = await model.encoder.chat(conversation, context_tokens=self.front.context_tokens)
+            encoded = await self.front.prompt(conversation)
             tokens = list(encoded.ids)
         else:
             if not isinstance(prompt, str):

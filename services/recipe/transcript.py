@@ -10,7 +10,9 @@ from services.chassis import errors
 from services.recipe.dialect import CallArguments, CallBegun, Event, Parser, Reasoning, Text
 from services.recipe.stops import StopMatcher
 
-_REASONS: Final = {FinishReason.FINISH_REASON_STOP: "stop", FinishReason.FINISH_REASON_LENGTH: "length"}
+_STOP: Final = FinishReason.FINISH_REASON_STOP  # looked up once: an enum's name costs a call, at every event
+_REASONS: Final = {_STOP: "stop", FinishReason.FINISH_REASON_LENGTH: "length"}
+_FAILED: Final = frozenset({FinishReason.FINISH_REASON_CANCELLED, FinishReason.FINISH_REASON_ERROR})
 
 
 @dataclass(slots=True)
@@ -73,19 +75,21 @@ class Transcript:
         """
         if event.HasField("error"):
             raise errors.from_stream_error(event.error)
-        if event.finish_reason in {FinishReason.FINISH_REASON_CANCELLED, FinishReason.FINISH_REASON_ERROR}:
+        reason = event.finish_reason
+        if reason in _FAILED:
             raise errors.Cancelled("the request was cancelled")
         if event.HasField("usage"):
             self.cached_tokens = event.usage.cached_tokens
         piece = Piece()
         self._read(event, piece)
-        if self.finish_reason is None and event.finish_reason:
-            self._end(_REASONS[event.finish_reason], piece)
+        if reason and self.finish_reason is None:
+            self._end(_REASONS[reason], piece)
         if not piece.says_something and self.finish_reason is None:
             return None
         self._num_shown += len(piece.text)
         piece.token_ids, self._unsent_ids = self._unsent_ids, []
-        piece.scores = self._ready_scores() if self._has_scores else []
+        if self._has_scores:
+            piece.scores = self._ready_scores()
         piece.finish_reason = self.finish_reason
         return piece
 
@@ -107,7 +111,7 @@ class Transcript:
     def _read(self, event: TokenEvent, piece: Piece) -> None:
         token_ids = list(event.token_ids)
         # The token that ended the answer is counted and reported, but is no text.
-        ends = bool(token_ids) and event.finish_reason == FinishReason.FINISH_REASON_STOP
+        ends = bool(token_ids) and event.finish_reason == _STOP
         shown_ids = token_ids[:-1] if ends else token_ids
         if self._stops is None and not self._has_scores and self._max_calls is None:
             self._say(self._parser.feed(shown_ids), piece)
@@ -146,7 +150,7 @@ class Transcript:
                 # The text is over, so nothing in it can become a stop string any more.
                 piece.text += self._stops.rest() if self._stops else ""
                 self._has_calls = True
-                piece.calls.append(event)
+                _add_call(piece.calls, event)
 
     def _end(self, reason: str, piece: Piece) -> None:
         self._say(self._parser.rest(is_whole=reason == "stop"), piece)
@@ -167,3 +171,12 @@ class Transcript:
         while self._waiting and (is_over or self._waiting[0].offset < self._num_shown):
             ready.append(self._waiting.popleft())
         return ready
+
+
+def _add_call(calls: list[CallBegun | CallArguments], event: CallBegun | CallArguments) -> None:
+    """Add to what is said of calls; more of the arguments said last is one with them."""
+    last = calls[-1] if calls else None
+    if isinstance(event, CallArguments) and isinstance(last, CallArguments) and last.index == event.index:
+        calls[-1] = CallArguments(event.index, last.text + event.text)
+    else:
+        calls.append(event)

@@ -89,7 +89,7 @@ class Generation:
         assert self._subscription is not None
         if self._is_over:
             raise StopAsyncIteration
-        event: TokenEvent = await anext(self._subscription)
+        event: TokenEvent = await self._subscription.__anext__()
         self._is_over = bool(event.finish_reason)
         return event
 

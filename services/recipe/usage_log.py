@@ -1,9 +1,13 @@
 """Who used how many tokens? One record for each request, for accounting."""
 
+from collections.abc import Sequence
+
 from prometheus_client import CollectorRegistry, Counter
 
 from services.chassis import telemetry
 from services.recipe.choices import Spent
+
+KINDS = ("input", "cached", "output", "reasoning")
 
 
 class UsageLog:
@@ -25,13 +29,20 @@ class UsageLog:
             ["tenant", "key", "outcome"],
             registry=registry,
         )
-
+        self._by_key: dict[tuple[str, str], Sequence[Counter]] = {}
         self._refused = Counter(
             "fathom_recipe_refused",
             "Requests refused for who asked or how much: key, model, retention, or the limit that was reached.",
             ["tenant", "key", "reason"],
             registry=registry,
         )
+
+    def _kinds(self, tenant: str, key: str) -> Sequence[Counter]:
+        """Return a key's counters in the order of KINDS; finding them takes longer than counting."""
+        found = self._by_key.get((tenant, key))
+        if found is None:
+            found = self._by_key[tenant, key] = [self._tokens.labels(tenant, key, kind) for kind in KINDS]
+        return found
 
     def refused(self, reason: str, *, tenant: str = "", key: str = "") -> None:
         """Count a refusal."""
@@ -42,10 +53,9 @@ class UsageLog:
     ) -> None:
         """Record a request that ended, well or not; the log line carries its request id. Never what was said."""
         self._requests.labels(tenant, key, outcome).inc()
-        self._tokens.labels(tenant, key, "input").inc(use.prompt_tokens)
-        self._tokens.labels(tenant, key, "cached").inc(use.cached_tokens)
-        self._tokens.labels(tenant, key, "output").inc(use.completion_tokens)
-        self._tokens.labels(tenant, key, "reasoning").inc(use.reasoning_tokens)
+        counts = use.prompt_tokens, use.cached_tokens, use.completion_tokens, use.reasoning_tokens
+        for counter, count in zip(self._kinds(tenant, key), counts, strict=True):
+            counter.inc(count)
         telemetry.log.info(
             "recipe.usage",
             tenant=tenant,

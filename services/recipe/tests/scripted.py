@@ -86,6 +86,9 @@ class ScriptedEntrypoint(entrypoint_pb2_grpc.EntrypointServicer):
             event = TokenEvent(request_id=request.request_id, token_ids=step.token_ids)
             if request.sampling.HasField("num_logprobs"):
                 event.logprobs.extend(_scores(token_id, request.sampling.num_logprobs) for token_id in step.token_ids)
+            if num_tokens == 0 and request.HasField("num_prompt_logprobs"):
+                known = list(request.prompt_token_ids)[1:]
+                event.prompt_logprobs.extend(_scores(token_id, request.num_prompt_logprobs) for token_id in known)
             if step.error is not None:
                 event.error.CopyFrom(step.error)
                 event.finish_reason = FinishReason.FINISH_REASON_ERROR

@@ -113,5 +113,69 @@ async def test_logprobs_have_the_older_shape(recipe: Running, said: Any) -> None
     assert "the end" == "".join(found.tokens)
     assert found.text_offset == [len("".join(found.tokens[:i])) for i in range(len(found.tokens))]
     assert found.token_logprobs == [-0.5] * len(found.tokens)
-    assert [2] * len(found.tokens) == [len(top) for top in found.top_logprobs or ()]
+    for token, top in zip(found.tokens, found.top_logprobs or (), strict=True):
+        assert token in top
+        assert len(top) in {2, 3}
     assert found.text_offset == [offset for part in streamed for offset in part.text_offset or ()]
+
+
+async def test_echo_with_logprobs_scores_the_prompt(recipe: Running, said: Any, library: Tokenizer) -> None:
+    """Prompt and answer in one set of lists: nothing precedes the first token, offsets point into the whole text."""
+    recipe.play(saying(said(" the end"), eos=2))
+    prompt = "Count 👍"
+    asked: dict[str, Any] = {"model": "tiny", "prompt": prompt, "logprobs": 1, "echo": True}
+    whole = (await recipe.post("/v1/completions", asked)).json()["choices"][0]
+    raw = (await recipe.post("/v1/completions", asked | {"stream": True})).text
+    frames = [json.loads(line.removeprefix("data: "))["choices"][0] for line in raw.split("\n\n") if '{"' in line]
+    told = whole["logprobs"]
+    num_prompt = len(said(prompt))
+
+    assert prompt + " the end" == whole["text"] == "".join(frame["text"] for frame in frames)
+    assert 1 == recipe.entrypoint.submitted[0].num_prompt_logprobs
+    assert [None] + [-0.5] * (num_prompt + len(said(" the end")) - 1) == told["token_logprobs"]
+    assert told["top_logprobs"][0] is None
+    assert all(token in top for token, top in zip(told["tokens"][1:], told["top_logprobs"][1:], strict=True))
+    for token, offset in zip(told["tokens"], told["text_offset"], strict=True):
+        assert "\\x" in token or whole["text"][offset:].startswith(token)
+    for name, listed in told.items():
+        assert listed == [value for frame in frames if frame["logprobs"] for value in frame["logprobs"][name]]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_no_tokens_at_all_may_be_asked_for_with_echo(recipe: Running, said: Any, is_stream: bool) -> None:
+    """Which is how likelihoods are measured: the engine's one token is neither shown nor counted."""
+    recipe.play(saying(said("x"), eos=2))
+    asked: dict[str, Any] = {"model": "tiny", "prompt": [[5, 6, 7], [8]], "logprobs": 0, "echo": True, "max_tokens": 0}
+    options = {"stream": True, "stream_options": {"include_usage": True}} if is_stream else {}
+    raw = await recipe.post("/v1/completions", asked | options)
+    frames = [json.loads(part.removeprefix("data: ")) for part in raw.text.split("\n\n") if '{"' in part]
+    choices = [choice for frame in frames for choice in frame["choices"]]
+    usage = frames[-1]["usage"]
+    scores = [choice["logprobs"]["token_logprobs"] for choice in choices if choice["logprobs"]]
+
+    assert [[None], [None, -0.5, -0.5]] == sorted(scores, key=len)
+    assert {"length"} == {choice["finish_reason"] for choice in choices} - {None}
+    assert (4, 0) == (usage["prompt_tokens"], usage["completion_tokens"])
+    assert {1} == {request.stop.max_tokens for request in recipe.entrypoint.submitted}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1, "echo": True}, "max_tokens"),
+        ({"echo": True, "logprobs": 6}, "logprobs"),
+        ({"echo": True, "suffix": "x"}, "echo"),
+        ({"suffix": 7}, "suffix"),
+        ({"suffix": "x"}, "suffix"),
+        ({"echo": True, "logprobs": 5, "prompt": [[5] * 400] * 20, "n": 3}, "prompt"),
+    ],
+)
+async def test_what_completions_refuse(recipe: Running, fields: dict[str, Any], param: str) -> None:
+    """By name, before anything is computed; this model was not taught to fill in."""
+    recipe.play(saying([5]))
+    raw = await recipe.post("/v1/completions", {"model": "tiny", "prompt": "x"} | fields)
+
+    assert (400, param) == (raw.status_code, raw.json()["error"]["param"])
+    assert not recipe.entrypoint.submitted
+    assert fields != {"suffix": "x"} or "suffix_not_supported" == raw.json()["error"]["code"]

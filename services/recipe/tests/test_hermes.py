@@ -17,6 +17,7 @@ from services.recipe.framing import sketch_of
 from services.recipe.grammars import GrammarCompiler
 from services.recipe.template import ChatTemplate
 from services.recipe.templated import templated
+from services.recipe.tests.deepseek import merged
 from services.recipe.tests.guided import said_by
 from services.recipe.tests.tiny import CHATML, make_tokenizer, token_id
 from services.recipe.tokenizer import PromptTokenizer
@@ -44,16 +45,6 @@ def with_call_tokens() -> Tokenizer:
 PLAIN, TOKENS = make_tokenizer(), with_call_tokens()
 KINDS = {"letters": (PLAIN, templated(PromptTokenizer(make_tokenizer()), ChatTemplate(CHATML, {}))), "tokens": (TOKENS, templated(PromptTokenizer(with_call_tokens()), ChatTemplate(NATIVE, {})))}  # fmt: skip
 END = token_id(PLAIN, "<|im_end|>")
-
-
-def merged(events: list[Event]) -> list[Event]:
-    joined: list[Event] = []
-    for event in events:
-        if isinstance(event, Text) and joined and isinstance(joined[-1], Text):
-            joined[-1] = Text(joined[-1].text + event.text)
-        else:
-            joined.append(event)
-    return joined
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -13,6 +13,7 @@ import openai
 import pytest
 import pytest_asyncio
 
+from proto.common_pb2 import RetentionClass
 from services.recipe import keys_watch
 from services.recipe.tests.running import Running, serve_recipe
 from services.recipe.tests.scripted import Step, saying
@@ -178,7 +179,25 @@ class TestWho:
         asked = [(key, kept) for key in (chat, agent) for kept in ("chat", "agent", "forever")]
         statuses = [(await locked.chat(key, {}, **{"x-fathom-retention": kept})).status_code for key, kept in asked]
 
+        refused = (await locked.chat(chat, {}, **{"x-fathom-retention": "agent"})).json()["error"]
+        unknown = (await locked.chat(chat, {}, **{"x-fathom-retention": "forever"})).json()["error"]
+
         assert [200, 403, 400, 200, 200, 400] == statuses
+        assert ["x-fathom-retention"] * 2 == [refused["param"], unknown["param"]]
+
+    async def test_retention_travels_with_every_request(self, locked: Locked) -> None:
+        """The key's class, or the one asked for, in all APIs and on every choice."""
+        key = await locked.make(retention="agent", allowed_retentions=["chat"])
+        await locked.chat(key, {"n": 2})
+        chat, header = locked.openai(key), {"x-fathom-retention": "chat"}
+        await chat.responses.create(model="tiny", input="hi", store=False, extra_headers=header)
+        messages = locked.anthropic(api_key=key).messages
+        await messages.create(model="tiny", max_tokens=5, messages=HELLO, extra_headers=header)
+        await messages.create(model="tiny", max_tokens=5, messages=HELLO)
+        submitted = locked.running.entrypoint.submitted
+
+        names = [RetentionClass.Name(request.retention).rpartition("_")[2].lower() for request in submitted]
+        assert ["agent", "agent", "chat", "chat", "agent"] == names
 
 
 class TestHowMuch:
@@ -328,11 +347,17 @@ class TestWhatWasUsed:
 
 
 async def test_without_keys_everybody_is_nobody(recipe: Running) -> None:
-    """Any key or none; no tenant, no limits told."""
+    """Any key or none; no tenant, no limits told; KV is a chat's, or what was asked for: nobody's store is another's."""
     recipe.play(saying([40], eos=2))
     answer = await recipe.post("/v1/chat/completions", CHAT, headers={"authorization": "Bearer sk-whatever"})
+    await recipe.post("/v1/chat/completions", CHAT, headers={"x-fathom-retention": "agent"})
+    first, second = recipe.entrypoint.submitted
 
     assert 200 == answer.status_code
-    assert ("", 0) == (recipe.entrypoint.submitted[0].tenant, recipe.entrypoint.submitted[0].priority)
+    assert ("", 0) == (first.tenant, first.priority)
+    assert (RetentionClass.RETENTION_CLASS_CHAT, RetentionClass.RETENTION_CLASS_AGENT) == (
+        first.retention,
+        second.retention,
+    )
     assert not [name for name in answer.headers if "ratelimit" in name]
     assert json.loads(answer.text)

@@ -1,21 +1,28 @@
 """Promises of the API's description: it is true, field by field, and whatever is sent there is no 5xx."""
 
+import base64
+import hashlib
 import json
+import re
+from pathlib import Path
 from typing import Any
 
+import httpx
 import jsonschema  # type: ignore[import-untyped] # ships no types
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.recipe import openapi_fields as fields
+from services.recipe.openapi import OPERATIONS
+from services.recipe.openapi_parts import Schema
 from services.recipe.tests.running import Running
 from services.recipe.tests.speaking import answering
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
-BASES: dict[str, tuple[fields.Schema, dict[str, Any]]] = {
+BASES: dict[str, tuple[Schema, dict[str, Any]]] = {
     "/v1/chat/completions": (fields.CHAT, {"model": "deep", "messages": HELLO}),
     "/v1/completions": (fields.COMPLETION, {"model": "deep", "prompt": "hello"}),
     "/v1/responses": (fields.RESPONSE, {"model": "deep", "input": "hello"}),
@@ -33,6 +40,8 @@ SAMPLES: dict[str, list[Any]] = {
     "input": ["x", HELLO],
     "metadata": [{}],
     "logit_bias": [{"5": 1}],
+    "suffix": [""],
+    "max_tokens": [1, 20],
     "top_logprobs": [0],
     "tool_choice": ["auto", "none"],
     "stream": [True],
@@ -55,7 +64,7 @@ TOOLS: dict[str, list[Any]] = {
 }
 
 
-def samples(path: str, name: str, schema: fields.Schema) -> list[Any]:
+def samples(path: str, name: str, schema: Schema) -> list[Any]:
     """Values of a field that the description allows."""
     if name == "tools":
         return TOOLS[path]
@@ -83,10 +92,12 @@ async def test_every_field_is_taken_and_no_other(deep: Running, path: str) -> No
     """What the description allows is a 200; a field that it does not name is a 400 that does."""
     deep.play(answering("</think>ok"))
     schema, base = BASES[path]
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
     for name, inner in schema["properties"].items():
         for value in samples(path, name, inner):
             body = base | {name: value}
-            jsonschema.validate(body, schema)
+            validator.validate(body)
             raw = await deep.post(path, body)
             assert 200 == raw.status_code, (name, value, raw.text)
     raw = await deep.post(path, base | {"foo": 1})
@@ -95,16 +106,76 @@ async def test_every_field_is_taken_and_no_other(deep: Running, path: str) -> No
 
 
 async def test_the_description_is_served(deep: Running) -> None:
-    """As JSON and as a page; it has every path, and its schemas are schemas."""
+    """Every path of ours and every method, with answers whose schemas are some, errors in the path's shape, and keys."""
     described = (await deep.http.get("/openapi.json")).json()
-    page = await deep.http.get("/docs")
+    operations = {(method, path) for path, methods in described["paths"].items() for method in methods}
 
-    assert set(BASES) < set(described["paths"])
+    assert operations == set(OPERATIONS)
     for path, (schema, _base) in BASES.items():
         told = described["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
         assert json.loads(json.dumps(schema)) == told
-        jsonschema.Draft202012Validator.check_schema(told)
-    assert "/openapi.json" in page.text
+    for method, path in OPERATIONS:
+        operation = described["paths"][path][method]
+        for status, answer in operation["responses"].items():
+            schema = answer["content"]["application/json"]["schema"]
+            if status == "200":
+                jsonschema.Draft202012Validator.check_schema(schema)
+            else:
+                vendor = "Anthropic" if path.startswith("/v1/messages") else "OpenAi"
+                assert schema == {"$ref": f"#/components/schemas/{vendor}Error"}
+    assert {"bearer", "header"} == set(described["components"]["securitySchemes"])
+
+
+async def test_the_documentation_names_every_field_and_path() -> None:
+    """docs/api.md is the table of what is served: no field and no endpoint is missing in it."""
+    page = (Path(__file__).parents[3] / "docs" / "api.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"[A-Za-z_]+", page))
+    for path, (schema, _base) in BASES.items():
+        assert set(schema["properties"]) <= named, path
+    for _method, path in OPERATIONS:
+        assert set(re.findall(r"[a-z_]+", re.sub(r"{.*?}", "", path))) <= named, path
+
+
+async def test_the_page_asks_nobody_else(deep: Running) -> None:
+    """No address but our own in it, and a policy that lets nothing but its own style and script run."""
+    page = await deep.http.get("/docs")
+    policy = page.headers["content-security-policy"]
+
+    assert (200, "text/html; charset=utf-8") == (page.status_code, page.headers["content-type"])
+    assert not re.findall(r"https?://|//[a-z]|@import|url\(|<link|<img|<iframe| src=| on[a-z]+=|\.innerHTML", page.text)
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    for tag in ("style", "script"):
+        (inside,) = re.findall(rf"<{tag}>(.*?)</{tag}>", page.text, re.DOTALL)
+        assert base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode() in policy
+
+
+async def test_answers_are_as_described(deep: Running) -> None:
+    """Of every endpoint that needs no state, and its errors; the state's are in the test of two recipes."""
+    deep.play(answering("hm</think>ok"))
+    described = (await deep.http.get("/openapi.json")).json()
+    tool = {"type": "function", "function": FUNCTION}
+    asked = [(path, base) for path, (_schema, base) in BASES.items()]
+    asked += [
+        (
+            "/v1/chat/completions",
+            BASES["/v1/chat/completions"][1] | {"logprobs": True, "top_logprobs": 2, "tools": [tool]},
+        ),
+        ("/v1/completions", BASES["/v1/completions"][1] | {"logprobs": 2, "echo": True, "return_token_ids": True}),
+    ]
+    for path, body in asked:
+        check_answer(described, "post", path, await deep.post(path, body))
+        check_answer(described, "post", path, await deep.post(path, body | {"foo": 1}))
+    for path, name in (("/v1/models", "/v1/models"), ("/v1/models/deep", "/v1/models/{name}"), ("/health", "/health")):
+        for headers in ({}, {"anthropic-version": "2023-06-01"}):
+            check_answer(described, "get", name, await deep.http.get(path, headers=headers))
+
+
+def check_answer(described: Any, method: str, path: str, raw: httpx.Response) -> None:
+    """Fails for an answer that is not as the description has it."""
+    answer = described["paths"][path][method]["responses"][str(raw.status_code)]
+    schema = answer["content"]["application/json"]["schema"] | {"components": described["components"]}
+    jsonschema.validate(raw.json(), schema)
 
 
 ANY = st.recursive(

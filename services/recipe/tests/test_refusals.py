@@ -103,7 +103,7 @@ BAD_TEXT: list[tuple[dict[str, Any], str]] = [
     ({"best_of": True}, "best_of"),
     ({"best_of": 1.0}, "best_of"),
     ({"logprobs": 6}, "logprobs"),
-    ({"echo": True, "logprobs": 1}, "echo"),
+    ({"echo": True, "suffix": "x"}, "echo"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"messages": []}, "messages"),
 ]

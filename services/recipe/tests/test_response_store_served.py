@@ -4,14 +4,17 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
 from proto.common_pb2 import ModelCard
+from services.recipe.tests.balancer import round_robin
 from services.recipe.tests.deepseek import write_folder
 from services.recipe.tests.response_rig import empty_database
 from services.recipe.tests.running import serve_recipe
 from services.recipe.tests.speaking import answering
+from services.recipe.tests.test_openapi import check_answer
 
 CARD = ModelCard(name="deep", context_tokens=4096)
 
@@ -61,3 +64,54 @@ async def test_two_recipes_on_postgresql_are_one(tmp_path: Path, postgresql: str
 
     assert list(range(1, len(seen) + 1)) == [event.sequence_number for event in seen]
     assert ("completed", "ok") == (found.status, found.output_text)
+
+
+@pytest.mark.slow
+async def test_any_replica_will_do(tmp_path: Path, state_url: str) -> None:
+    """Behind a balancer that sends every request elsewhere: background responses are made at one recipe, and polled,
+    followed, built upon, listed, cancelled and deleted at whichever comes next.
+    """
+    folder = write_folder(tmp_path / "deep")
+    script = answering("hm</think>" + "one two three four " * 10, after=0.004)
+    async with (
+        serve_recipe(script, folder, card=CARD, state_url=state_url) as one,
+        serve_recipe(script, folder, card=CARD, state_url=state_url) as other,
+        round_robin([one.url, other.url]) as (url, went),
+        httpx.AsyncClient(headers={"connection": "close"}) as plain,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30, default_headers={"connection": "close"}) as sdk,
+    ):  # fmt: skip
+        asked: dict[str, Any] = {"model": "deep", "input": "hello", "background": True}
+        queued = await sdk.responses.create(**asked)
+        async with asyncio.timeout(30):
+            while (found := await sdk.responses.retrieve(queued.id)).status in {"queued", "in_progress"}:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        created = await sdk.responses.create(**asked, stream=True)
+        begun = await anext(aiter(created))
+        assert begun.type == "response.created"
+        followed = await sdk.responses.retrieve(begun.response.id, stream=True, starting_after=1)
+        numbers, kinds = zip(*[(event.sequence_number, event.type) async for event in followed], strict=True)
+        built = await sdk.responses.create(
+            model="deep", input="and?", previous_response_id=queued.id, max_output_tokens=3
+        )
+        listed = [item async for item in sdk.responses.input_items.list(built.id)]
+        running = await sdk.responses.create(**asked)
+        cancelled = await sdk.responses.cancel(running.id)
+        after = await sdk.responses.retrieve(running.id)
+        described = (await plain.get(f"{url}/openapi.json")).json()
+        path = "/v1/responses/{response_id}"
+        check_answer(described, "get", path, await plain.get(f"{url}/v1/responses/{queued.id}"))
+        check_answer(
+            described, "get", f"{path}/input_items", await plain.get(f"{url}/v1/responses/{built.id}/input_items")
+        )
+        check_answer(described, "delete", path, await plain.delete(f"{url}/v1/responses/{queued.id}"))
+        check_answer(described, "get", path, await plain.get(f"{url}/v1/responses/{queued.id}"))
+        await asyncio.sleep(0.3)
+        cancels = [*one.entrypoint.cancelled, *other.entrypoint.cancelled]
+
+    assert "completed" == found.status
+    assert list(range(2, 2 + len(numbers))) == list(numbers)
+    assert "response.completed" == kinds[-1]
+    assert (["message"], "incomplete") == ([item.type for item in listed], built.status)
+    assert ("cancelled", "cancelled") == (cancelled.status, after.status)
+    assert 1 == len(cancels), "the engines were told, once"
+    assert {one.url, other.url} == set(went)

@@ -1,0 +1,113 @@
+"""Do the three APIs say the same with a real model, and is the likelihood of a text the model's own?"""
+
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+import pytest_asyncio
+import torch
+
+from e2e.client import model_name
+from e2e.suite import Suite
+from kernels.batch import Batch, Row
+from kernels.executor import Executor
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
+
+SYSTEM, USER = "You answer in one short sentence.", "Which colour has a ripe lemon, and why?"
+TEXT = "The quick brown fox jumps over the lazy dog. Then it sleeps in the sun, and nobody minds. " * 5
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def suite(model_dir, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("apis")
+    async with Suite.running(
+        folder, model=model_dir, dtype="fp32", env={"FATHOM_PREFILL_CHUNK_TOKENS": "40"}
+    ) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def client(suite):
+    async with httpx.AsyncClient(base_url=suite.base_url, timeout=60) as client:
+        yield client
+
+
+async def test_three_apis_one_model(suite, client):
+    """Same prompt ids, same greedy text, same counts; what one API computed the others find in the cache."""
+    name = await model_name(client)
+    turns: list[Any] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": USER}]
+    ids = (await client.post("/tokenize", json={"messages": turns})).json()["tokens"]
+    options: dict[str, Any] = {"api_key": "none", "max_retries": 0, "timeout": 60}
+    async with (
+        openai.AsyncOpenAI(base_url=f"{suite.base_url}/v1", **options) as theirs,
+        anthropic.AsyncAnthropic(base_url=suite.base_url, **options) as other,
+    ):
+        own = {"return_token_ids": True}
+        chat = await theirs.chat.completions.create(
+            model=name, messages=turns, temperature=0, max_tokens=12, extra_body=own
+        )
+        response = await theirs.responses.create(
+            model=name, instructions=SYSTEM, input=USER, temperature=0, max_output_tokens=12
+        )
+        message = await other.messages.create(
+            model=name,
+            system=SYSTEM,
+            messages=[{"role": "user", "content": USER}],
+            max_tokens=12,
+            extra_body={"temperature": 0},
+        )
+        streamed = await theirs.responses.create(
+            model=name, instructions=SYSTEM, input=USER, temperature=0, max_output_tokens=12, stream=True
+        )
+        deltas = [event.delta async for event in streamed if event.type == "response.output_text.delta"]
+    usage, other_usage, told = chat.usage, response.usage, message.usage
+    block = message.content[0]
+
+    assert usage is not None
+    assert other_usage is not None
+    assert block.type == "text"
+    assert ids == chat.choices[0].model_dump()["prompt_token_ids"]
+    text = chat.choices[0].message.content
+    assert text
+    assert text == response.output_text == block.text == "".join(deltas)
+    assert len(ids) == usage.prompt_tokens == other_usage.input_tokens
+    assert len(ids) == told.input_tokens + (told.cache_read_input_tokens or 0)
+    assert usage.completion_tokens == other_usage.output_tokens == told.output_tokens
+
+
+def plain_logprobs(model_dir, token_ids: list[int]) -> list[float]:
+    """Of every token but the first: one forward a token, in this process."""
+    executor = Executor.load(model_dir, dtype="fp32", threads=1, num_blocks=8)
+    table = range(1, 8)
+    found = []
+    for at, following in enumerate(token_ids[1:]):
+        (logits,) = executor.logits(Batch((Row(0, [token_ids[at]], at, table),)))
+        found.append(float(torch.log_softmax(logits.double(), 0)[following]))
+    return found
+
+
+async def test_likelihoods_are_the_model_s(client, model_dir):
+    """As evaluation harnesses ask: echo and logprobs, no token of answer. Chunks, batch mates and stored prefixes are
+    of no account: twice the same numbers, whose sum is a plain forward's.
+    """
+    name = await model_name(client)
+    ids = (await client.post("/tokenize", json={"prompt": TEXT})).json()["tokens"][:96]
+    warm = {"model": name, "prompt": ids, "max_tokens": 2}
+    assert 200 == (await client.post("/v1/completions", json=warm)).status_code
+    asked = {"model": name, "prompt": [ids, ids[:70]], "echo": True, "logprobs": 1, "max_tokens": 0, "temperature": 0}
+    first = (await client.post("/v1/completions", json=asked)).json()
+    again = (await client.post("/v1/completions", json=asked | {"prompt": ids, "max_tokens": 1})).json()
+    expected = plain_logprobs(model_dir, ids)
+    long, short = (choice["logprobs"]["token_logprobs"] for choice in first["choices"])
+
+    assert (None, None) == (long[0], short[0])
+    assert expected == pytest.approx(long[1:], abs=1e-5)
+    assert sum(expected) == pytest.approx(sum(long[1:]), abs=1e-3)
+    assert long[:70] == short
+    assert [*long, again["choices"][0]["logprobs"]["token_logprobs"][-1]] == again["choices"][0]["logprobs"][
+        "token_logprobs"
+    ]
+    assert (0, 0) == (first["usage"]["completion_tokens"], first["usage"]["prompt_tokens_details"]["cached_tokens"])
