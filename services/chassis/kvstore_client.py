@@ -18,6 +18,9 @@ from services.chassis.handoff import block_crc32
 from services.chassis.kvstore_shards import keys_of, parse_replicas, split
 from services.chassis.local_reads import LocalReads
 
+_LATE_SECONDS = 5.0
+_LEAST_LATE_SECONDS = 0.5
+
 log = structlog.get_logger()
 
 
@@ -29,6 +32,8 @@ class Stores:
     """By the name that placement goes by."""
     local: Mapping[str, LocalReads] = field(default_factory=dict)
     """Those that may run on this host: their files can be read without them."""
+    late_until: dict[str, float] = field(default_factory=dict)
+    """Replicas whose last read never came: each is spared for a while, or every hit would cost what it was to save."""
 
     @classmethod
     def of(cls, address: str, channel: Callable[[str], grpc.aio.Channel]) -> Stores | None:
@@ -65,7 +70,8 @@ async def read_blocks(stores: Stores, wanted: Wanted, *, timeout_seconds: float)
     it. When a replica is away, the next in its groups' order is asked for them, and the last one's absence is a miss.
     """
     deadline = time.monotonic() + timeout_seconds
-    names, index = set(stores.channels), wanted.first_index
+    now = time.monotonic()
+    names, index = {name for name in stores.channels if stores.late_until.get(name, now) <= now}, wanted.first_index
     while index < len(wanted.keys) and names:
         reading = _Reading(stores, wanted, index, names, deadline)
         async with aclosing(reading.blocks()) as blocks:
@@ -95,11 +101,13 @@ class _Reading:
                     keys = keys_of(run.replica, self._runs, self._wanted.keys)
                     sources[run.replica] = await stack.enter_async_context(aclosing(self._from(run.replica, keys)))
                 for _ in range(run.num_blocks):
+                    asked_at = time.monotonic()
                     try:
                         async with asyncio.timeout(self._deadline - time.monotonic()):
                             payload = await anext(sources[run.replica], None)
                     except TimeoutError:
                         log.info("kvstore.read.late", replica=run.replica)
+                        self._note_late(run.replica, asked_at)
                         return
                     except (FathomError, grpc.aio.AioRpcError) as error:
                         log.info("kvstore.read.ended", replica=run.replica, reason=str(error))
@@ -108,6 +116,12 @@ class _Reading:
                     if payload is None:
                         return
                     yield payload
+
+    def _note_late(self, replica: str, asked_at: float) -> None:
+        now = time.monotonic()
+        # Else it was not the replica that took so long, but whoever used the blocks before.
+        if now - asked_at > self._wanted.pending_seconds + _LEAST_LATE_SECONDS:
+            self._stores.late_until[replica] = now + _LATE_SECONDS
 
     async def _from(self, replica: str, keys: list[bytes]) -> AsyncGenerator[bytes | memoryview]:
         """Yield one replica's blocks: from its files as far as they can be had, then by its own hand."""

@@ -221,6 +221,10 @@ class Intake:
         if len(self._refused) > _MAX_REFUSED:
             del self._refused[next(iter(self._refused))]
 
+    def admit_request(self, request_id: str) -> None:
+        """Make room for a request again: it had ended here, and comes back since others lost it."""
+        self._refused.pop(request_id, None)
+
     async def landed(self, request_id: str) -> Landed:
         """Wait for the request's handoff to commit. Its blocks are then the caller's to start or release."""
         landed = self._landed.get(request_id)

@@ -95,7 +95,7 @@ def check_reserve(request: ReserveRequest, limits: Limits, *, boot_id: str) -> N
         raise InvalidRequest(f"{len(request.block_keys)} block keys do not name {request.kv_tokens} tokens of KV")
     if request.kv_tokens >= limits.context_tokens:
         raise PromptTooLong(f"{request.kv_tokens} tokens of KV do not fit; {limits.context_tokens - 1} would")
-    if request.deadline_unix_seconds <= time.time():
+    if not request.deadline_unix_seconds > time.time():  # a NaN has passed as well: it would confuse every timer
         raise DeadlinePassed("the handoff's deadline passed")
 
 

@@ -6,7 +6,8 @@ a late job of a handoff that ended can never touch what was given to others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -69,14 +70,20 @@ class Rooms:
             room.reply.set(len(found))
 
     def write(self, epoch: int, first_block: int, payloads: Sequence[memoryview]) -> None:
-        """Write verified payloads into the room's blocks. Raises BlocksLost when the epoch holds none."""
+        """Write verified payloads into the room's blocks. Raises BlocksLost when the epoch holds none.
+
+        Whatever goes wrong ends the room: its sequence may be about to start, and must not find half of its blocks.
+        """
         table = self._held(epoch).block_table
-        for block, payload in enumerate(payloads, start=first_block):
-            self._executor.write_block(table[block], payload)
+        with self._lost_on_error(epoch):
+            for block, payload in enumerate(payloads, start=first_block):
+                self._executor.write_block(table[block], payload)
 
     def write_window(self, epoch: int, payload: memoryview) -> None:
-        """Write a verified state into the room's window. Raises BlocksLost when the epoch holds none."""
-        self._executor.write_window(self._held(epoch).window, payload)
+        """As `write`, for a verified window state."""
+        window = self._held(epoch).window
+        with self._lost_on_error(epoch):
+            self._executor.write_window(window, payload)
 
     def take(self, epoch: int, keys: Sequence[bytes]) -> tuple[list[int], int]:
         """Name the room's full blocks; pass blocks and window on: afterwards the caller holds them, not the epoch.
@@ -97,6 +104,14 @@ class Rooms:
         if room is not None:
             self._pool.release(room.block_table)
             self._windows.release(room.window)
+
+    @contextmanager
+    def _lost_on_error(self, epoch: int) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.release(epoch)
+            raise
 
     def _held(self, epoch: int) -> _Room:
         room = self._rooms.get(epoch)

@@ -119,6 +119,7 @@ class Servicer(DecodeServicer):
             refusal = to_stream_error(NoReplica("this decode replica is shutting down"))
             stream.send(TokenEvent(request_id=request_id, finish_reason=FINISH_REASON_ERROR, error=refusal))
             return
+        self._around.intake.admit_request(request_id)
         stream.start(request_id, AnswerFlow(submit, self._around, stream.send).run())
 
 

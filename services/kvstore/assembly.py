@@ -8,6 +8,9 @@ from services.kvstore.format import KEY_BYTES, TENANT_BYTES
 from services.kvstore.segments import Block
 
 MAX_CHUNK_BYTES = 2 << 20
+MAX_NAME_BYTES = 256
+"""Of a request's or session's id."""
+_LEAST_HELD_BYTES = 8 << 10
 
 
 @dataclass(slots=True)
@@ -33,14 +36,13 @@ class BlockAssembly:
             raise InvalidRequest(
                 f"block_bytes is {chunk.block_bytes}; this store takes 1 to {max_block_bytes}", field="block_bytes"
             )
-        if len(chunk.tenant.encode()) > TENANT_BYTES:
-            raise InvalidRequest(f"a tenant's name has at most {TENANT_BYTES} bytes", field="tenant")
+        check_name(chunk.tenant, "tenant", max_bytes=TENANT_BYTES)
         return cls(chunk.block_key, chunk.fingerprint, chunk.block_bytes, is_kept, chunk.retention, chunk.tenant)
 
     @property
     def held_bytes(self) -> int:
         """Memory this block takes of the store's budget."""
-        return self.block_bytes if self.is_kept else 0
+        return held_bytes(self.block_bytes) if self.is_kept else 0
 
     @property
     def is_whole(self) -> bool:
@@ -76,6 +78,17 @@ class BlockAssembly:
         """Return the block; its CRC-32, which came with the last chunk, is checked by the writer thread."""
         retention = self.retention or last.retention
         return Block(self.key, self.fingerprint, self._payload, last.block_crc32, retention, self.tenant)
+
+
+def held_bytes(block_bytes: int) -> int:
+    """Return what a block on its way costs in memory: a stream of tiny ones is mostly what goes with each."""
+    return max(block_bytes, _LEAST_HELD_BYTES)
+
+
+def check_name(value: str, name: str, *, max_bytes: int = MAX_NAME_BYTES) -> None:
+    """Raise InvalidRequest for a name that is too long to be kept in memory by the thousand."""
+    if len(value.encode()) > max_bytes:
+        raise InvalidRequest(f"{name} has at most {max_bytes} bytes", field=name)
 
 
 def check_key(value: bytes, name: str) -> None:

@@ -99,8 +99,14 @@ class Catalog:
         return None if location is None or self._is_expired(location, now) else location
 
     def publish(self, location: BlockLocation, replaced: BlockLocation | None = None) -> bool:
-        """Make a durable record findable, instead of its former copy if it has one; False when it lost the race."""
+        """Make a durable record findable, instead of its former copy if it has one; False when it lost the race.
+
+        A block whose time is over gives way too: its segment stays until the last block of its hour has ended.
+        """
         segment = self.segments[location.segment]
+        if replaced is None:
+            ended = self.index.find(location.fingerprint, location.key)
+            replaced = ended if ended is not None and self._is_expired(ended, location.created_seconds) else None
         segment.first_created = segment.first_created or location.created_seconds
         segment.last_created = location.created_seconds
         is_new = self.index.add(location) if replaced is None else self.index.move(replaced, location)

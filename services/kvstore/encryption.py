@@ -19,6 +19,8 @@ from services.kvstore.directory import sync_folder
 
 _KEY_BYTES = 32
 _NONCE_BYTES = 12
+_MASTER_MARK = "master.mark"
+"""Wraps no secret: it only opens with the right master key."""
 _WRAPPED_BYTES = _NONCE_BYTES + _KEY_BYTES + 16
 
 
@@ -54,7 +56,10 @@ class Keyring:
                 raw = b""
         if len(raw) != _KEY_BYTES:
             raise MasterKeyError(f"{master_key_file} must hold 32 bytes, or 64 hex digits")
-        return cls(folder, raw)
+        keyring = cls(folder, raw)
+        if not keyring._is_its_master():
+            raise MasterKeyError(f"{master_key_file} is not the key that {folder} was made with: use that one again")
+        return keyring
 
     def seal(self, tenant: str, name: bytes, payload: bytes | bytearray | memoryview) -> bytes:
         """Return nonce, ciphertext and tag. name: what the bytes are (key and fingerprint); opening needs the same."""
@@ -94,9 +99,25 @@ class Keyring:
                 self._open[tenant] = self._unwrap(tenant, path)
             return self._open[tenant]
 
+    def _is_its_master(self) -> bool:
+        """Say whether the folder's keys are wrapped by this master key; a folder that nobody marked takes it.
+
+        With another one every block would be found, and none could be read or written.
+        """
+        path = self._folder / _MASTER_MARK
+        if not path.exists():
+            self._wrap(bytes(_KEY_BYTES), _MASTER_MARK, path)
+        with contextlib.suppress(SealedAwayError):
+            self._unwrap(_MASTER_MARK, path)
+            return True
+        return False
+
     def _create(self, tenant: str, path: Path) -> None:
+        self._wrap(secrets.token_bytes(_KEY_BYTES), tenant, path)
+
+    def _wrap(self, key: bytes, name: str, path: Path) -> None:
         nonce = secrets.token_bytes(_NONCE_BYTES)
-        wrapped = nonce + self._master.encrypt(nonce, secrets.token_bytes(_KEY_BYTES), tenant.encode())
+        wrapped = nonce + self._master.encrypt(nonce, key, name.encode())
         draft = path.with_suffix(".new")
         with open(draft, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
             file.write(wrapped)

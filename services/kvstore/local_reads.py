@@ -94,8 +94,13 @@ class LocalReads:
     async def _serve(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError, WrongPacketError, TimeoutError):
             connection.send(pack_hello(self.boot_id))
-            while packet := await self._loop.sock_recv(connection, MAX_PACKET_BYTES):
+            while packet := await self._receive(connection):
                 await self._lend(connection, parse_open(packet))
+
+    async def _receive(self, connection: socket.socket) -> bytes:
+        """Return the next packet; nothing at the end. Raises TimeoutError: a silent reader must not keep its place."""
+        async with asyncio.timeout(HOLD_SECONDS):
+            return await self._loop.sock_recv(connection, MAX_PACKET_BYTES)
 
     async def _lend(self, connection: socket.socket, request: OpenRequest) -> None:
         """Send places and descriptors, and keep the files until the reader is done with them."""
@@ -112,8 +117,7 @@ class LocalReads:
                 for descriptor in files:
                     os.close(descriptor)
             store.counts.local_opens += 1
-            async with asyncio.timeout(HOLD_SECONDS):
-                packet = await self._loop.sock_recv(connection, MAX_PACKET_BYTES)
+            packet = await self._receive(connection)
             if packet and kind_of(packet) is not Kind.DONE:
                 raise WrongPacketError("expected DONE")
         finally:

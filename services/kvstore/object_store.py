@@ -58,7 +58,9 @@ class AdmittingTier:
         try:
             await self._store.room.take(len(stored), timeout_seconds=0.0)
             try:
-                await self._store.write(block)
+                # It may have been deleted while it was read: here it would outlive its deletion.
+                if await self._tier.longest(location.fingerprint, [location.key]):
+                    await self._store.write(block)
             finally:
                 self._store.room.give_back(len(stored))
         except FathomError as exc:

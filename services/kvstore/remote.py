@@ -9,7 +9,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import structlog
@@ -36,6 +36,8 @@ DELETION_SECONDS = 60.0
 """A deletion also covers what is written so soon after it: a replica that has not heard of it yet may make copies of
 old blocks, and clocks differ. New blocks that go with them are computed again."""
 _AFTER_SECONDS = 0.05
+_AFTER_HEARING_SECONDS = 1.0
+"""So that a deletion that is heard late covers what just waits to be written here."""
 _IN_THREAD_BYTES = 1 << 20
 """From here on a checksum takes long enough to be worth a thread."""
 
@@ -226,8 +228,14 @@ class RemoteTier:
             _log.info("kvstore.upload.left", queued_bytes=self.uploads.queued_bytes)
 
     async def _refresh(self, engine: LocalEngine, *, is_full: bool) -> None:
-        self._deletions += await self.catalog.refresh(is_full=is_full)
+        is_first = not self.catalog.listed.is_set()
+        fresh = await self.catalog.refresh(is_full=is_full)
         self._refreshed = self._now()
+        if not is_first:
+            # What is here may have been copied until this moment, however late we hear of it.
+            heard = self._refreshed + _AFTER_HEARING_SECONDS
+            fresh = tuple(replace(one, before_unix_seconds=max(one.before_unix_seconds, heard)) for one in fresh)
+        self._deletions += fresh
         while self._deletions:
             gone = self._deletions[0]
             selection = Selection(tenant=gone.tenant, fingerprint=gone.fingerprint, retention=gone.retention)

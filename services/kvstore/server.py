@@ -32,9 +32,9 @@ from proto.kvstore_pb2_grpc import KvstoreServicer, add_KvstoreServicer_to_serve
 from services.chassis.errors import DeadlinePassed, InvalidRequest, Overloaded
 from services.chassis.service import Service
 from services.kvstore.admission import CallLimit
-from services.kvstore.assembly import MAX_CHUNK_BYTES, BlockAssembly, check_key
+from services.kvstore.assembly import MAX_CHUNK_BYTES, BlockAssembly, check_key, check_name, held_bytes
 from services.kvstore.config import KvstoreSettings
-from services.kvstore.format import KEY_BYTES
+from services.kvstore.format import KEY_BYTES, TENANT_BYTES
 from services.kvstore.local_reads import LocalReads
 from services.kvstore.metrics import register
 from services.kvstore.object_store import attach
@@ -85,6 +85,7 @@ class Servicer(KvstoreServicer):
 
     async def Lookup(self, request: LookupRequest, _context: object) -> LookupReply:
         keys = _checked_keys(request)
+        check_name(request.request_id, "request_id")
         found = await self._store.find(
             request.fingerprint,
             keys,
@@ -104,7 +105,7 @@ class Servicer(KvstoreServicer):
         reading = self._store.read(
             request.fingerprint,
             keys,
-            pending_seconds=min(request.pending_seconds, MAX_PENDING_SECONDS),
+            pending_seconds=bounded_wait(request.pending_seconds),
             request_id=request.request_id,
         )
         with self._shedding(), self._reads.slot():
@@ -128,6 +129,8 @@ class Servicer(KvstoreServicer):
         keys = _checked_keys(request)
         if not request.session_id:
             raise InvalidRequest("a pin needs a session", field="session_id")
+        check_name(request.session_id, "session_id")
+        check_name(request.tenant, "tenant", max_bytes=TENANT_BYTES)
         num_pinned, expires_at = self._store.pin(
             request.tenant, request.session_id, request.fingerprint, keys, hold_seconds=request.hold_seconds
         )
@@ -199,7 +202,12 @@ class Servicer(KvstoreServicer):
             with self._store.announce(block.fingerprint, block.key):
                 return await self._store.write(block)
         finally:
-            self._store.room.give_back(len(block.payload))
+            self._store.room.give_back(held_bytes(len(block.payload)))
+
+
+def bounded_wait(asked_seconds: float) -> float:
+    """Return how long to wait. A NaN waits for nothing: in the event loop's timers it would hold up everybody's."""
+    return min(asked_seconds, MAX_PENDING_SECONDS) if asked_seconds > 0 else 0.0
 
 
 async def build(service: Service) -> None:

@@ -259,7 +259,10 @@ class Store:
         removed = await self.evict_local(selection, math.inf)
         if self._line.listener is not None:
             behind = await self._line.listener.evict(selection)
-            removed = Removed(removed.num_blocks + behind.num_blocks, removed.num_bytes + behind.num_bytes)
+            # Until now blocks could still be read from there, and were kept here too.
+            again = await self.evict_local(selection, math.inf)
+            parts = (removed, behind, again)
+            removed = Removed(sum(one.num_blocks for one in parts), sum(one.num_bytes for one in parts))
         return removed
 
     async def evict_local(self, selection: Selection, before_unix_seconds: float) -> Removed:

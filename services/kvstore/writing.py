@@ -14,6 +14,7 @@ from typing import Any
 
 import structlog
 
+from services.chassis.errors import Overloaded
 from services.kvstore.catalog import Catalog
 from services.kvstore.directory import SegmentFile
 from services.kvstore.disk import Disk, free_bytes
@@ -90,6 +91,9 @@ class WriteLine:
     def put(self, block: Block, replaced: BlockLocation | None = None) -> "asyncio.Future[str]":
         """Queue a block; the future tells what became of it. The caller bounds how many bytes wait."""
         waiting = Waiting(block, self._loop.create_future(), replaced)
+        if self._task.done():  # nobody would ever answer
+            self._refuse([waiting], "stopping")
+            return waiting.done
         self._queue.append(waiting)
         self._arrived.set()
         return waiting.done
@@ -104,7 +108,12 @@ class WriteLine:
                 self._queue.append(one)
 
     async def run(self, job: Callable[[], Awaitable[Any]]) -> Any:
-        """Run something that changes files between two batches; return what it returns."""
+        """Run something that changes files between two batches; return what it returns.
+
+        Raises Overloaded when the line has ended.
+        """
+        if self._task.done():
+            raise Overloaded("the KV store is stopping")
         done: asyncio.Future[Any] = self._loop.create_future()
         self._jobs.append((job, done))
         self._arrived.set()

@@ -1,11 +1,13 @@
 """How do blocks come from the KV store? Against stores that keep them in memory."""
 
 import asyncio
+import time
 import zlib
 from contextlib import AsyncExitStack
 
 import pytest
 
+from services.chassis import kvstore_client
 from services.chassis.channel import open_channel
 from services.chassis.kvstore_client import Stores, Wanted, read_blocks
 from services.chassis.kvstore_shards import GROUP_BLOCKS, keys_of, order, split
@@ -164,3 +166,31 @@ async def test_an_address_names_the_replicas():
     assert (["host:1"], ["a", "b"]) == (list(one.channels), list(several.channels))
     for each in channels:
         await each.close()
+
+
+async def test_a_store_whose_reads_never_come_is_spared_for_a_while(store, monkeypatch):
+    """One request waits as long as computing would take; those behind it begin to compute at once."""
+    monkeypatch.setattr(kvstore_client, "_LEAST_LATE_SECONDS", 0.1)
+    monkeypatch.setattr(kvstore_client, "_LATE_SECONDS", 0.4)
+    await write(store, 1)
+    store.gate.clear()
+    assert [] == await read(store.stores, [1], timeout_seconds=0.2)
+    store.gate.set()
+    began = time.monotonic()
+    assert [] == await read(store.stores, [1])
+    assert time.monotonic() - began < 0.2
+    await asyncio.sleep(0.4)
+
+    assert [block(1).payload] == await read(store.stores, [1])
+    assert 2 == len(store.reads)
+
+
+async def test_a_slow_reader_is_not_the_stores_fault(store, monkeypatch):
+    """Time that went by while blocks were used is not held against the replica."""
+    monkeypatch.setattr(kvstore_client, "_LEAST_LATE_SECONDS", 0.1)
+    await write(store, 1, 2)
+    wanted = Wanted([block(1).key, block(2).key], 0, FINGERPRINT, SIZE)
+    async for _ in read_blocks(store.stores, wanted, timeout_seconds=0.2):
+        await asyncio.sleep(0.3)
+
+    assert {} == store.stores.late_until

@@ -7,9 +7,9 @@ import pytest
 
 from proto.common_pb2 import Ticket
 from proto.decode_pb2 import AbortRequest, PushChunk
-from services.chassis.errors import BlocksLost, InvalidRequest, Overloaded, PeerLost, PromptTooLong
+from services.chassis.errors import BlocksLost, DeadlinePassed, InvalidRequest, Overloaded, PeerLost, PromptTooLong
 from services.chassis.handoff import StagingUnavailableError, block_crc32
-from services.decode.tests.rig import BLOCK, collect, decode_replica, request, tokens_of
+from services.decode.tests.rig import BLOCK, collect, decode_replica, keys_of, request, tokens_of, until
 from services.decode.tests.tiny_model import CONTEXT
 
 
@@ -262,3 +262,38 @@ async def test_a_caller_that_stops_waiting_leaves_nothing(folder):
         assert 0 == rig.replica.engine.load.queued_sequences
         await rig.stub.Abort(AbortRequest(ticket=first.ticket), timeout=5)
         await rig.idle()
+
+
+async def test_a_write_that_fails_ends_the_room(rig):
+    """The sequence may be about to start, by then: it must not find a room in which a block is missing."""
+    wanted = request("half", 2 * BLOCK)
+    reply = await rig.reserve(wanted)
+    thread, rooms, epoch = rig.replica.intake._thread, rig.replica.engine.rooms, reply.ticket.epoch
+    with pytest.raises(ValueError, match="bytes"):
+        await thread.call(rooms.write, epoch, 0, [memoryview(b"short")])
+    with pytest.raises(BlocksLost):
+        await thread.call(rooms.take, epoch, keys_of(wanted))
+    await rig.stub.Abort(AbortRequest(ticket=reply.ticket), timeout=5)
+
+
+async def test_a_deadline_that_is_no_number_has_passed(rig):
+    """Among the event loop's timers it would put all of them out of order."""
+    with pytest.raises(DeadlinePassed):
+        await rig.reserve(request("nan", 40), deadline_unix_seconds=float("nan"))
+
+
+async def test_a_request_that_comes_back_is_taken_again(rig):
+    """It was cancelled here when another replica was tried; then that one was lost."""
+    wanted = request("back", 40)
+    expected = rig.source.answer(request("back", 40))
+    refused, tasks = rig.replica.intake._refused, rig.replica.servicer.tasks
+    events = await rig.submit(wanted)
+    await rig.cancel(wanted.request_id)
+    await until(lambda: wanted.request_id in refused and not len(tasks))
+    events.close()
+    events = await rig.submit(wanted)
+    await until(lambda: len(tasks))
+    computed = await rig.hand_over(wanted)
+
+    assert expected[1:] == tokens_of(await collect(events))
+    assert expected[0] == computed.first_token_id

@@ -129,6 +129,15 @@ async def test_a_reader_that_dawdles_is_cut_off(opened, monkeypatch) -> None:
     reader.close()
 
 
+async def test_a_reader_that_asks_for_nothing_loses_its_place(opened, monkeypatch) -> None:
+    """Places are few: sixty-four silent connections would turn reading by descriptor off for everybody."""
+    monkeypatch.setattr(local_reads_module, "HOLD_SECONDS", 0.05)
+    _, reads = opened
+    silent = await asyncio.to_thread(Reader, reads.path)
+    assert b"" == await asyncio.to_thread(silent.socket.recv, 10)
+    silent.close()
+
+
 async def test_the_read_ends_the_lease_of_its_request(opened) -> None:
     """As over gRPC."""
     store, reads = opened

@@ -195,11 +195,11 @@ async def test_crypto_shredding_makes_even_kept_copies_unreadable(tmp_path: Path
     await fill(store)
     await store.close()
     backup = {path.name: path.read_bytes() for path in segments(folder)}
-    assert 2 == len(list((folder / "keys").iterdir()))
+    assert 2 == len(list((folder / "keys").glob("*.key")))
     store = await open_store(folder, encryption_key_file=key_file)
     await store.evict(Selection(tenant="a"))
     await store.close()
-    assert 1 == len(list((folder / "keys").iterdir()))
+    assert 1 == len(list((folder / "keys").glob("*.key")))
     for name, data in backup.items():
         (folder / name).write_bytes(data)
 
