@@ -4,7 +4,7 @@ PY ?= python3
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help install up down test check fuzz e2e bench proto mutants
+.PHONY: help install up down test check fuzz soak e2e bench proto mutants
 .DEFAULT_GOAL := help
 
 help: ## This list
@@ -24,14 +24,17 @@ up: install ## Start NATS and all eight services with the default model; stops w
 down: install ## Stop what `make up` started
 	@$(BIN)/fathom down
 
-test: install ## Every test: unit, integration and whole-suite (about eighteen minutes on two cores)
+test: install ## Every test: unit, integration and whole-suite (about twelve minutes on two cores)
 	@$(BIN)/python -m tools.run_tests $(ARGS)
 
-check: install ## Lint, types, import contracts, size ceilings, fresh stubs, fast tests (about a minute and a half when warm)
+check: install ## Lint, types, import contracts, size ceilings, fresh stubs, fast tests (about a minute when warm)
 	@$(BIN)/python -m tools.check
 
-fuzz: install ## The tests that take many minutes: all seeds, all bodies
-	@$(BIN)/python -m pytest -m long services e2e $(ARGS)
+fuzz: install ## The tests of the API that take many minutes: all seeds, all bodies, a clean installation
+	@$(BIN)/python -m pytest -m long services/recipe e2e tools/tests/test_torch_free.py $(ARGS)
+
+soak: install ## The tests of engines, stores and kernels that take many minutes: all lengths, kills, leaks, a Ceph cluster
+	@$(BIN)/python -m pytest -m long kernels services tools/tests/test_ceph_cluster.py --ignore=services/recipe $(ARGS)
 
 e2e: install ## Only the whole-suite tests
 	@$(BIN)/python -m pytest e2e $(ARGS)

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from e2e.client import GREEDY, SEEDED, complete_all
+from e2e.client import GREEDY, SEEDED, Sampling, complete_all
 from e2e.one_process import one_process
 from e2e.prompts import Prompt
 from e2e.suite import Suite
 
-MAX_TOKENS = 8
+MAX_TOKENS = 6
 BOTH = (GREEDY, SEEDED)
 
 Expected = dict[str, dict[str, tuple[int, ...]]]
@@ -43,10 +43,17 @@ def expected_tokens(
     )
 
 
-async def tokens_of(suite: Suite, wanted: Sequence[Prompt], *, at_once: int, max_tokens: int = MAX_TOKENS) -> Expected:
+async def tokens_of(
+    suite: Suite,
+    wanted: Sequence[Prompt],
+    *,
+    at_once: int,
+    max_tokens: int = MAX_TOKENS,
+    samplings: Sequence[Sampling] = BOTH,
+) -> Expected:
     """Tokens of the suite, `at_once` prompts at a time."""
     found: Expected = {}
-    for sampling in BOTH:
+    for sampling in samplings:
         answers = await complete_all(
             suite.base_url, [p.token_ids for p in wanted], at_once=at_once, max_tokens=max_tokens, sampling=sampling
         )

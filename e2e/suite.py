@@ -7,10 +7,12 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import grpc
+import httpx
 
 from proto.decode_pb2 import DecodeLoad, GetDecodeLoadRequest
 from proto.decode_pb2_grpc import DecodeStub
@@ -24,6 +26,7 @@ from services.local.children import PYTHON_VARIABLES, start
 from services.local.health import ask_all
 from services.local.home import Home
 from services.local.ports import free_ports
+from services.local.talk import Unanswered, one_token
 
 START_SECONDS = 240.0
 STOP_SECONDS = 90.0
@@ -181,8 +184,46 @@ class Suite:
         """Signal a process and return when its successor is ready."""
         old_pid = await self.pid(name)
         await self.kill(name, number)
-        await wait_for(lambda: self._pid(name) not in {None, old_pid}, 30, f"{name} to be started again")
+        await wait_for(lambda: self._pid(name) not in {None, old_pid}, 60, f"{name} to be started again")
         await self.wait_ready(name)
+
+    async def restart_engines(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """End all engines and return when their successors answer: their pools are empty, the KV store is not.
+
+        meanwhile: called once all have ended; the next ones open nothing before they have imported torch.
+        """
+        engines = [*self.names("prefill"), *self.names("decode")]
+        ended = [self.state()[name].identity for name in engines]
+        for name in engines:
+            await self.kill(name, signal.SIGTERM)
+        left = await asyncio.to_thread(state.wait_ended, [each for each in ended if each is not None], STOP_SECONDS)
+        assert [] == left
+        meanwhile()
+        for name, old in zip(engines, ended, strict=True):
+            await wait_for(partial(self._successor, name, old), 60, f"{name} to be started again")
+        await self.wait_ready(*engines)
+        await self.wait_served()
+
+    async def wait_served(self, seconds: float = 60.0) -> None:
+        """Wait until a one-token request succeeds: balancers learn of a replica a moment after it is ready."""
+        async with asyncio.timeout(seconds):
+            while True:
+                with contextlib.suppress(Unanswered):
+                    await asyncio.to_thread(one_token, self.base_url)
+                    return
+                await asyncio.sleep(0.2)
+
+    async def interrupt(self) -> tuple[int, str]:
+        """Press Ctrl-C where `fathom up` runs; return its exit status and all that it printed."""
+        assert self._running is not None, "started in the background"
+        self._running.send_signal(signal.SIGINT)
+        status = await asyncio.to_thread(self._running.wait, STOP_SECONDS)
+        return status, (self.folder / "console.txt").read_text()
+
+    def shared_memory(self, name: str) -> Path:
+        """Folder in which this boot of a decode replica takes KV in."""
+        boot_id = httpx.get(self.state()[name].health_url, timeout=CALL_SECONDS).json()["boot_id"]
+        return Path("/dev/shm") / f"fathom-{boot_id}"
 
     async def wait_ready(self, *names: str, seconds: float = 120.0) -> None:
         """Wait until these processes, or all, say they are ready."""
@@ -223,6 +264,9 @@ class Suite:
             (log.stem, log.read_text(encoding="utf-8", errors="replace").splitlines()[-num_lines:]) for log in logs
         ]
         return "\n".join(f"--- {name}\n" + "\n".join(lines) for name, lines in tails)
+
+    def _successor(self, name: str, old: object) -> bool:
+        return self.state()[name].identity not in {None, old}
 
     def _pid(self, name: str) -> int | None:
         identity = self.state()[name].identity

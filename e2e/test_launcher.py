@@ -18,20 +18,10 @@ import pytest
 
 from e2e.suite import START_SECONDS, Suite, wait_for
 from services.chassis.config import SERVICES
-from services.local import state
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 
-SHM = Path("/dev/shm")
 LONG = "Repeat after me, word by word. " * 60
-
-
-def shared_memory(suite: Suite) -> Path:
-    """Return the folder in which this boot of decode-0 takes KV in."""
-    boot_id = httpx.get(suite.state()["decode-0"].health_url, timeout=5).json()["boot_id"]
-    folder = SHM / f"fathom-{boot_id}"
-    assert folder.exists()
-    return folder
 
 
 async def ask(suite: Suite, text: str = "Name a colour.", max_tokens: int = 4) -> dict[str, Any]:
@@ -93,7 +83,8 @@ async def test_down_leaves_nothing_but_the_stored_kv(launched: Suite) -> None:
         await asyncio.sleep(0.1)
     running = launched.recorded().left_running()
     assert 1 + 1 + len(SERVICES) == len(running)
-    shared = shared_memory(launched)
+    shared = launched.shared_memory("decode-0")
+    assert shared.exists()
 
     await launched.stop()
 
@@ -165,44 +156,21 @@ async def test_a_crashed_process_is_started_again_and_said_so(launched: Suite, n
     await until_served(launched)
 
 
-async def test_a_killed_supervisor_takes_everything_with_it(launched: Suite) -> None:
-    """kill -9 leaves no orphan, and the console knows that nothing runs any more."""
-    running, shared = launched.recorded().left_running(), shared_memory(launched)
-    launched.recorded().supervisor.send(signal.SIGKILL)
-
-    assert [] == await asyncio.to_thread(state.wait_ended, running, 30)
-    assert not shared.exists()
-    assert 1 == (await launched.console("status")).returncode
-    assert 0 == (await launched.console("down")).returncode
-
-
-async def test_ctrl_c_stops_everything(tmp_path: Path, model_dir: Path) -> None:
+async def test_ctrl_c_stops_everything(launched: Suite) -> None:
     """In the foreground, SIGINT ends all processes and then the command, with status 0; a restart before it was said."""
-    suite = Suite(tmp_path, model=model_dir)
-    console = tmp_path / "console.txt"
-    with console.open("w") as output:
-        up = suite.begin(*suite.up_words, stdin=None, output=output.fileno())
-    try:
-        await wait_for(
-            lambda: "ready: " in console.read_text() or up.poll() is not None, START_SECONDS, "the ready line"
-        )
-        assert up.poll() is None, console.read_text()
-        await suite.restart("vision-0", signal.SIGKILL)
-        await wait_for(lambda: "vision-0 ended with status -9" in console.read_text(), 10, "the restart to be said")
-        running = suite.recorded().left_running()
-        up.send_signal(signal.SIGINT)
+    running = launched.recorded().left_running()
+    assert 1 + 1 + len(SERVICES) == len(running)
+    said = launched.folder / "console.txt"
+    await wait_for(lambda: "vision-0 ended with status -9" in said.read_text(), 10, "the restart to be said")
 
-        assert 0 == await asyncio.to_thread(up.wait, 60), console.read_text()
-        assert ["stopping: waiting up to 10 s for running answers", "stopped"] == console.read_text().splitlines()[-2:]
-        assert [] == [identity for identity in running if identity.process() is not None]
-        with socket.socket() as free:
-            free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            free.bind(("127.0.0.1", suite.port))
-    finally:
-        if up.poll() is None:
-            up.kill()
-            up.wait()
-        await suite.stop()
+    status, text = await launched.interrupt()
+
+    assert 0 == status, text
+    assert ["stopping: waiting up to 10 s for running answers", "stopped"] == text.splitlines()[-2:]
+    assert [] == [identity for identity in running if identity.process() is not None]
+    with socket.socket() as free:
+        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        free.bind(("127.0.0.1", launched.port))
 
 
 async def test_a_start_that_fails_says_why_and_leaves_nothing(tmp_path: Path, model_dir: Path) -> None:

@@ -11,25 +11,16 @@ import pytest_asyncio
 
 from e2e.client import complete, model_name, stream_events
 from e2e.suite import Suite
-from services.chassis.testing import OtlpReceiver
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def receiver():
-    async with OtlpReceiver() as receiver:
-        yield receiver
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="session")]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def suite(model_dir, tmp_path_factory, receiver):
-    folder = tmp_path_factory.mktemp("requests")
-    async with Suite.running(folder, model=model_dir, dtype="bf16", otlp_endpoint=receiver.endpoint) as running:
-        yield running
+@pytest.fixture
+def suite(shared_suite):
+    return shared_suite
 
 
-@pytest_asyncio.fixture(loop_scope="module")
+@pytest_asyncio.fixture(loop_scope="session")
 async def client(suite):
     async with httpx.AsyncClient(base_url=suite.base_url, timeout=60) as client:
         yield client
@@ -95,8 +86,8 @@ async def test_a_client_that_goes_away_leaves_nothing(client, suite, stream, sec
             else:
                 await client.post("/v1/completions", json=body)
 
-    # One chunk may be computing: the engine drops the request at the step's end.
-    assert [] == await idle_within(suite, 2.0)
+    # One chunk may be computing: the engine drops the request at the step's end. Two seconds, or six on a slow machine.
+    assert [] == await idle_within(suite, 6.0)
 
 
 BAD = [

@@ -73,25 +73,6 @@ async def answers_of(suite: Suite) -> tuple[dict[str, tuple[int, ...]], list[int
     return {p.name: a.token_ids for p, a in zip(PROMPTS, found, strict=True)}, [a.cached_tokens for a in found]
 
 
-async def test_a_suite_answers_as_the_independent_reference_does(model_dir, tmp_path):
-    """Cold, from cached blocks and windows, and after a restart that lost the windows: the reference's greedy tokens."""
-    names = ("n5", "n17", "n48")
-    prompts = [golden(f"seq.{name}.ids").tolist() for name in names]
-    wanted = [tuple(golden_json(f"greedy/greedy.kvq.{name}")["tokens"]) for name in names]
-    async with Suite.running(tmp_path, model=model_dir, dtype="fp32") as suite:
-
-        async def answers():
-            found = await complete_all(suite.base_url, prompts, at_once=1, max_tokens=len(wanted[0]))
-            return [a.token_ids for a in found]
-
-        assert wanted == await answers()
-        assert wanted == await answers()
-        await suite.stop()
-        lose_window_states()
-        await suite.start()
-        assert wanted == await answers()
-
-
 @pytest.mark.parametrize("chunk_tokens", [1, 37])
 def test_chunks_and_batch_mates_change_nothing(model_dir, expected, chunk_tokens):
     """Odd chunks, one token at a time, and seven others in the same steps."""
@@ -102,19 +83,30 @@ def test_chunks_and_batch_mates_change_nothing(model_dir, expected, chunk_tokens
 
 
 async def test_split_batched_and_warm_with_and_without_windows(model_dir, expected, tmp_path):
-    """One prefill and one decode: cold with batch mates, warm with the saved windows, warm without them."""
+    """One prefill and one decode: cold with batch mates, warm with the saved windows, warm without them.
+
+    In each state, three more prompts get an independent reference's greedy tokens.
+    """
+    names = ("n5", "n17", "n48")
+    prompts = [golden(f"seq.{name}.ids").tolist() for name in names]
+    reference = [tuple(golden_json(f"greedy/greedy.kvq.{name}")["tokens"]) for name in names]
     async with Suite.running(tmp_path, model=model_dir, dtype="fp32") as suite:
+
+        async def greedy():
+            found = await complete_all(suite.base_url, prompts, at_once=1, max_tokens=len(reference[0]))
+            return [a.token_ids for a in found]
+
+        assert reference == await greedy()
         assert expected == await tokens_of(suite, PROMPTS, at_once=8)
         assert (expected["seeded"], [hit_with_state(n) for n in LENGTHS]) == await answers_of(suite)
+        assert reference == await greedy()
 
-        await suite.stop()
-        await suite.start()  # an empty pool: blocks come from kvstore, windows from the host's memory
+        await suite.restart_engines()  # empty pools: blocks come from kvstore, windows from the host's memory
         assert (expected["seeded"], [hit_with_state(n) for n in LENGTHS]) == await answers_of(suite)
 
-        await suite.stop()
-        lose_window_states()
-        await suite.start()
+        await suite.restart_engines(lose_window_states)
         assert (expected["seeded"], [hit_without_state(n) for n in LENGTHS]) == await answers_of(suite)
+        assert reference == await greedy()
 
 
 async def test_two_prefill_and_two_decode_replicas_in_odd_chunks(model_dir, expected, tmp_path):
@@ -124,6 +116,7 @@ async def test_two_prefill_and_two_decode_replicas_in_odd_chunks(model_dir, expe
         assert expected == await tokens_of(suite, PROMPTS, at_once=8)
 
 
+@pytest.mark.long  # the decode service's tests have the same promise, with replicas in one process
 async def test_preempted_sequences_give_the_same_tokens(model_dir, tmp_path):
     """Sequences that lose their blocks and windows are recomputed, and nobody can tell."""
     wanted = [draw(length) for length in (120, 121, 122, 123)]

