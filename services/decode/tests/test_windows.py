@@ -15,6 +15,7 @@ from services.decode.sampling import sampling_params
 from services.decode.tests.rig import BLOCK, NUM_WINDOWS, collect, decode_replica, keys_of, request, tokens_of, until
 
 SLOW = pytest.mark.slow
+LONG = pytest.mark.long
 FIRST, OTHERS = 322, 321
 
 
@@ -91,7 +92,7 @@ def window_at(rig, wanted, position):
 async def test_preemption_changes_no_token(v41, tmp_path, has_states):
     """The youngest loses blocks and window; it starts again from a state of this host, or from nothing."""
     async with decode_replica(v41, num_blocks=10, recompute_tokens=9, states=tmp_path) as rig:
-        wanted = [request(f"tight-{n}", 54 + n, max_tokens=20) for n in range(2)]
+        wanted = [request(f"tight-{n}", 54 + n, max_tokens=12) for n in range(2)]
         expected = [rig.source.answer(each) for each in wanted]
         for each in wanted if has_states else ():
             assert rig.states.store.save(keys_of(each)[1], 2 * BLOCK, window_at(rig, each, 2 * BLOCK))
@@ -142,13 +143,16 @@ def replayed(rig, wanted, tokens, hit, state):
 
 
 @SLOW
-@pytest.mark.parametrize(("mode", "has_states"), [("mask", True), ("compact", True), ("compact", False)])
+@pytest.mark.parametrize(
+    ("mode", "has_states"),
+    [pytest.param("mask", True, marks=LONG), ("compact", True), pytest.param("compact", False, marks=LONG)],
+)
 async def test_a_preempted_bounded_answer_is_what_one_process_replays(
     replaying, tmp_path, monkeypatch, mode, has_states
 ):
     """From an encoder state, or a block back: the folder's mode counts after a preemption as it does in prefill."""
     async with decode_replica(replaying(mode), num_blocks=10, recompute_tokens=9, states=tmp_path) as rig:
-        wanted = [request(f"tight-{n}", 54 + n, max_tokens=20) for n in range(2)]
+        wanted = [request(f"tight-{n}", 54 + n, max_tokens=12) for n in range(2)]
         expected = [rig.source.answer(each) for each in wanted]
         for each in wanted if has_states else ():
             state = window_at(rig, each, 2 * BLOCK)[: rig.states.store._state_bytes]

@@ -12,6 +12,8 @@ from services.prefill.sampling import sampling_params
 from services.prefill.tests.rig import BLOCK, NUM_WINDOWS, keys_of, prefill_replica, request
 
 SLOW = pytest.mark.slow
+LONG = pytest.mark.long
+OTHER_REPLAYS = [(23, "compact"), (55, "mask"), (150, "mask"), (150, "compact")]
 REACH = 22  # window and the six tokens that can be taken back
 EXACT = 12 * 15  # tokens that make the windows of all layers exact
 
@@ -94,7 +96,10 @@ async def test_a_warm_prompt_starts_from_its_saved_state(rig, tmp_path, num_toke
 
 
 @SLOW
-@pytest.mark.parametrize(("num_tokens", "cached"), [(100, 0), (217, with_state(217) - EXACT), (300, 272 - EXACT)])
+@pytest.mark.parametrize(
+    ("num_tokens", "cached"),
+    [(100, 0), (217, with_state(217) - EXACT), pytest.param(300, 272 - EXACT, marks=LONG)],
+)
 async def test_without_states_windows_are_computed_again_or_it_is_a_miss(v41, num_tokens, cached):
     """The bits stay the same; blocks that were found are neither written nor offered to the KV store again."""
     async with memory_kvstore() as store, prefill_replica(v41, kvstore=store.stores) as rig:
@@ -251,8 +256,10 @@ def handed(rig, first):
 
 
 @SLOW
-@pytest.mark.parametrize("mode", ["mask", "compact"])
-@pytest.mark.parametrize("num_tokens", [23, 55, 150])
+@pytest.mark.parametrize(
+    ("num_tokens", "mode"),
+    [(23, "mask"), (55, "compact"), *(pytest.param(*case, marks=LONG) for case in OTHER_REPLAYS)],
+)
 async def test_bounded_replay_is_what_one_process_replays(replaying, tmp_path, mode, num_tokens):
     """The folder names the mode. From an encoder state a hit changes no bit; without one a block is computed again."""
     hit = with_state(num_tokens)
