@@ -23,7 +23,8 @@ class Cork:
     def write(self, data: bytes) -> None:
         """Send the data, or keep it back if it is a head."""
         if self._is_head_next:
-            self._is_head_next, self._kept = False, data
+            self._is_head_next = False
+            self._kept += data  # a head may be there: the caller's next request was read before its body was written
             self._loop.call_soon(self._flush)
         elif self._kept:
             kept, self._kept = self._kept, b""

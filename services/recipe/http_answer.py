@@ -8,6 +8,8 @@ from typing import Final
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
 _MAX_HEAD_BYTES: Final = 32 << 10
+_MAX_OTHER_BYTES: Final = 2 * _MAX_HEAD_BYTES
+"""Of what is no body, besides as much as there is body: chunks have sizes."""
 
 
 class BadAnswer(Exception):  # noqa: N818 - named by meaning, like the service errors
@@ -34,19 +36,23 @@ class Answer:
                 raise BadAnswer("the answer ended early")
             self.is_complete = True
             return
+        self._num_fed_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except (HttpParserError, HttpParserUpgrade) as exc:
             # What a callback raised comes back wrapped.
             raise exc.__context__ if isinstance(exc.__context__, BadAnswer) else BadAnswer("no HTTP") from None
-        if not self._has_head:
-            self._num_fed_bytes += len(data)
-            if self._num_fed_bytes > 2 * _MAX_HEAD_BYTES:  # the parser shows a header only when that is whole
-                raise BadAnswer("endless headers")
-        elif self.status != HTTPStatus.OK:
+        if self._has_head and self.status != HTTPStatus.OK:
             self.is_complete = True  # nobody reads what stands in it
+        # The parser shows a header, or a line after the last chunk, only when that is whole.
+        elif self._num_fed_bytes > _MAX_OTHER_BYTES + 2 * len(self.body):
+            raise BadAnswer("endless headers")
 
     # Called by the parser.
+
+    def on_message_begin(self) -> None:
+        if self._has_head:
+            raise BadAnswer("more than one answer")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._num_head_bytes += len(name) + len(value)

@@ -38,8 +38,11 @@ class Target:
         return self.host if self.port == HTTPS_PORT else f"{self.host}:{self.port}"
 
     def redirected(self, location: str) -> str:
-        """Return the URL that a redirect's Location means here."""
-        return urljoin(f"https://{self.authority}{self.path}", location)
+        """Return the URL that a redirect's Location means here; raise UrlRefused for one that means none."""
+        try:
+            return urljoin(f"https://{self.authority}{self.path}", location)
+        except ValueError:
+            raise UrlRefused("is no URL") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +91,8 @@ def read_target(url: str, rules: tuple[HostRule, ...]) -> Target:
         raise UrlRefused("must be a data: or an https: URL")
     if "@" in parts.netloc:
         raise UrlRefused("must not hold a user name or password")
-    host = (parts.hostname or "").lower()
-    if not _HOST.fullmatch(host):
+    host = (parts.hostname or "").lower()  # without brackets, if there were any: some of those hold names
+    if "[" in parts.netloc or not _HOST.fullmatch(host):
         raise UrlRefused("must name its host by a domain name")
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     target = Target(host, port, path)

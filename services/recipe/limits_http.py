@@ -9,6 +9,7 @@ from http import HTTPStatus
 from typing import Any
 
 import orjson
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from services.recipe.cork import Cork
@@ -35,8 +36,10 @@ class BoundedProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._head_bytes = 0
-        self._fed_bytes = 0
+        self._fed_bytes = 0  # of what the parser keeps to itself, because it is not whole
+        self._has_moved = False
         self._is_in_head = True
+        self._is_head_known = False
         self._is_over = False
         self._refusal: ApiError | None = None
         self._head_timer: asyncio.TimerHandle | None = None
@@ -54,11 +57,13 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Feed the parser; refuse headers that do not end. It shows a header only when that is whole."""
+        """Feed the parser; refuse lines that do not end, before a body or behind it: it shows only whole ones."""
         if self._is_over:
             return
-        super().data_received(data)
-        if not self._is_in_head:
+        self._unset_keepalive_if_required()
+        self._has_moved = False
+        self._feed(data)
+        if self._has_moved:
             self._fed_bytes = 0
             return
         self._fed_bytes += len(data)
@@ -66,20 +71,52 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refusal = _too_large()
             self.send_400_response("")
 
+    def _feed(self, data: bytes) -> None:
+        while data:
+            try:
+                self.parser.feed_data(data)
+            except HttpParserUpgrade as exc:
+                data = data[exc.args[0] :]
+                self._stay()
+            except HttpParserError:
+                self.send_400_response("")
+                return
+            else:
+                return
+
+    def _stay(self) -> None:
+        """Read on in HTTP/1.1 where the caller offered another protocol: as if the offer had not been made.
+
+        Some clients offer HTTP/2 with every request, bodies included, and the parser leaves those unread.
+        """
+        framing = [header for header in self.headers if header[0] in {b"content-length", b"transfer-encoding"}]
+        self.parser = HttpRequestParser(self)
+        self._is_head_known = True
+        self.parser.feed_data(b"POST / HTTP/1.1\r\n" + b"".join(b"%b: %b\r\n" % header for header in framing) + b"\r\n")
+        self._is_head_known = False
+
     def on_message_begin(self) -> None:
         """Count anew."""
+        if self._is_head_known:
+            return
         self._is_in_head, self._head_bytes = True, 0
         self._await_head()
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
         """Count the path."""
+        if self._is_head_known:
+            return
         self._count(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Count a header."""
+        if self._is_head_known:
+            return
         self._count(len(name) + len(value) + 4)  # ": " and the end of its line
+        if not self._is_in_head:
+            return  # what stands after the body is no header, though it looks like one
         super().on_header(name, value)
         if len(self.headers) > MAX_HEADERS:
             self._refusal = _too_large()
@@ -87,11 +124,23 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Start to answer."""
-        self._is_in_head = False
+        if self._is_head_known:
+            return
+        self._is_in_head, self._has_moved = False, True
         self._cork.expect_head()
         if self._head_timer is not None:
             self._head_timer.cancel()
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Take some of the body."""
+        self._has_moved = True
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """End the body, unless the parser stopped before it."""
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - their words are no JSON
         """Answer what is no HTTP request, and close: what follows could be anything."""

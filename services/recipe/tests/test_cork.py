@@ -54,6 +54,17 @@ async def test_a_head_waits_for_its_body() -> None:
     assert [b"headbody", b"more"] == await written(steps)
 
 
+async def test_a_request_that_came_early_costs_nothing() -> None:
+    """Its head was read between another answer's head and body."""
+
+    def steps(cork: Cork) -> None:
+        cork.write(b"head")
+        cork.expect_head()
+        cork.write(b"body")
+
+    assert [b"headbody"] == await written(steps)
+
+
 @pytest.mark.parametrize("end", ["write_eof", "close"])
 async def test_a_head_alone_leaves_too(end: str) -> None:
     """At the end of the turn, or with the connection."""

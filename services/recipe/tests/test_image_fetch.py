@@ -14,6 +14,7 @@ import pytest_asyncio
 from proto.common_pb2 import ModelCard
 from services.recipe.config import RecipeSettings
 from services.recipe.conversation import Conversation, Picture, Turn
+from services.recipe.http_answer import Answer, BadAnswer
 from services.recipe.image_fetch import MAX_REDIRECTS, ImageFetcher, _connect, _look_up
 from services.recipe.image_urls import read_rules
 from services.recipe.pictures import MAX_PICTURES_BYTES
@@ -126,13 +127,14 @@ async def test_redirects_are_followed_and_checked(web: Web) -> None:
         "/port": moved(f"https://{HOST}:22/"),
         "/user": moved(f"https://a:b@{HOST}/a.png"),
         "/loop": moved("/loop"),
+        "/odd": moved("https://a.example.com]/"),
         "/nowhere": b"HTTP/1.1 302 Moved\r\nContent-Length: 0\r\n\r\n",
     }
     web.names["internal.example.com"] = [[PRIVATE]]
 
     assert [PICTURE] * 2 == await fetch(web, f"https://{HOST}/relative", f"https://{HOST}/other")
     messages = set()
-    for path in ("private", "plain", "address", "file", "port", "user", "loop", "nowhere", "missing"):
+    for path in ("private", "plain", "address", "file", "port", "user", "loop", "odd", "nowhere", "missing"):
         before = len(web.dialled)
         messages.add((await refusal(web, f"https://{HOST}/{path}")).message)
         assert len(web.dialled) - before == (1 + MAX_REDIRECTS if path == "loop" else 1)
@@ -149,14 +151,26 @@ async def test_redirects_are_followed_and_checked(web: Web) -> None:
         b"SSH-2.0-OpenSSH_9.6\r\n",
         b"",
         b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\nxxxx",
+        b"HTTP/1.1 404 No\r\nContent-Length: 0\r\n\r\n" + ok(PICTURE),
+        ok(PICTURE[:20]) + ok(PICTURE[20:]),
     ],
-    ids=["packed", "cut", "headers", "other", "nothing", "upgrade"],
+    ids=["packed", "cut", "headers", "other", "nothing", "upgrade", "later", "twice"],
 )
 async def test_answers_that_are_none_are_a_400(web: Web, page: bytes) -> None:
     """Nothing is unpacked, nothing is waited for."""
     web.pages["/a.png"] = page
 
     assert "image_fetch_failed" == (await refusal(web, URL, seconds=2)).code
+
+
+@pytest.mark.parametrize("tail", [b"1;x=", b"0\r\nX: ", b"0\r\n"], ids=["chunk", "trailer", "trailer name"])
+def test_what_is_no_body_is_bounded(tail: bytes) -> None:
+    """A line after a chunk that never ends fills no memory, and no time."""
+    answer = Answer()
+    answer.feed(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n" + tail)
+    with pytest.raises(BadAnswer):
+        for _ in range(3):
+            answer.feed(b"x" * 65536)
 
 
 async def test_size_and_time_are_bounded(web: Web) -> None:
@@ -209,6 +223,7 @@ async def test_the_system_s_own_lookups_and_connections(web: Web) -> None:
         "https://example.com./", f"https://{HOST}\\@evil.com/", f"https://{HOST}/ a", f"https://{HOST}/\r\nX: y",
         "https://exаmple.com/", "https://-a.example.com/", "https://a_b.example.com/", "https://" + "a" * 5000 + ".com/",
         "file:///etc/passwd", "gopher://x.example.com/", "//images.example.com/", "https://example.com%00.evil.com/",
+        "https://[v1.example.com]/",
     ],
     ids=lambda url: ascii(url)[:40],
 )  # fmt: skip

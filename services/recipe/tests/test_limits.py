@@ -139,6 +139,47 @@ class TestConnections:
         assert head.startswith(b"HTTP/1.1 431 ")
         assert "headers_too_large" == orjson.loads(body)["error"]["code"]
 
+    @pytest.mark.parametrize("tail", [b"0\r\nx-endless: ", b"0\r\n", b"1;x="], ids=["trailer", "name", "chunk"])
+    async def test_what_follows_a_body_is_bounded(self, recipe: Running, tail: bytes) -> None:
+        """A line that never ends would fill memory, and take longer to read with every piece."""
+        async with connected(recipe) as (_, writer):
+            writer.write(b"POST /tokenize HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n" + tail)
+            with pytest.raises(ConnectionError):
+                for _ in range(100):
+                    writer.write(b"x" * 65536)
+                    await writer.drain()
+                    await asyncio.sleep(0.001)
+                raise AssertionError("all of it was read")
+
+    async def test_what_follows_a_body_is_no_header(self, recipe: Running) -> None:
+        """Proxies that set our headers do not look there."""
+        body = b"2\r\n{}\r\n0\r\nx-fathom-retention: nonsense\r\nx-request-id: mine\r\n\r\n"
+        async with connected(recipe) as (reader, writer):
+            writer.write(b"POST /tokenize HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n" + body)
+            answer = await reader.readuntil(b"}}")
+
+        assert b"retention" not in answer
+        assert b"x-request-id: mine" not in answer
+
+    @pytest.mark.parametrize("protocol", [b"h2c", b"websocket"])
+    async def test_offers_of_other_protocols_are_passed_over(self, recipe: Running, protocol: bytes) -> None:
+        """Bodies included, in whichever pieces they come: Java's client offers HTTP/2 with every request."""
+        offer = b"connection: upgrade, http2-settings\r\nupgrade: " + protocol + b"\r\nhttp2-settings: AAA\r\n"
+        body = b'{"prompt": "hi"}'
+        whole = b"POST /tokenize HTTP/1.1\r\nhost: x\r\n" + offer + b"content-length: %d\r\n\r\n" % len(body) + body
+        chunked = b"transfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+        asked = [whole, b"POST /tokenize HTTP/1.1\r\nhost: x\r\n" + offer + chunked]
+        asked.append(b"GET /health HTTP/1.1\r\nhost: x\r\n" + offer + b"\r\n")
+        async with connected(recipe) as (reader, writer):
+            for sent in ([b"".join(asked)], [part for one in asked for part in (one[:-9], one[-9:])]):
+                for part in sent:
+                    writer.write(part)
+                    await asyncio.sleep(0.01)
+                for _ in asked:
+                    head = await reader.readuntil(b"\r\n\r\n")
+                    assert head.startswith(b"HTTP/1.1 200 ")
+                    assert b"{" == (await reader.readuntil(b"}"))[:1]
+
     async def test_large_headers_that_fit_are_taken(self, recipe: Running) -> None:
         """And counted anew with each request of a connection."""
         for _ in range(3):
