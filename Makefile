@@ -12,7 +12,7 @@ help: ## This list
 
 .venv/.installed: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || { echo "creating .venv"; $(PY) -m venv .venv; }
-	@echo "installing into .venv: about 2 minutes and 1.6 GB (torch is the large one; see README for CPU-only builds)"
+	@echo "installing into .venv: two to seven minutes and 2.6 GB (torch is the large one; see README for CPU-only builds)"
 	@$(BIN)/pip install --progress-bar on -c constraints.txt -e '.[all,dev]'
 	@touch $@
 
@@ -24,7 +24,7 @@ up: install ## Start NATS and all eight services with the default model; stops w
 down: install ## Stop what `make up` started
 	@$(BIN)/fathom down
 
-test: install ## Every test: unit, integration and whole-suite (about twelve minutes on two cores)
+test: install ## Every test: unit, integration and whole-suite (about fifteen minutes on two cores)
 	@$(BIN)/python -m tools.run_tests $(ARGS)
 
 check: install ## Lint, types, import contracts, size ceilings, fresh stubs, fast tests (about a minute when warm)

@@ -59,6 +59,9 @@ def _refused(service: str, options: Options) -> list[str]:
     lines = []
     for problem in found:
         name, _, reason = problem.partition(": ")
-        if name in names:
+        if names.get(name, "").startswith("--kv-bytes "):
+            # The only bound of `max_bytes`, in the unit that was typed, for all replicas together.
+            lines.append(f"{names[name]}: at least {options.num_kvstore}M")
+        elif name in names:
             lines.append(f"{names[name]}: {reason.rpartition(' (got ')[0] or reason}")
     return lines

@@ -222,6 +222,8 @@ def chat(
             temperature=temperature,
             show=show,
         )
+    except KeyNeeded as reason:
+        _fail(str(reason) if key else "an API key is needed: fathom chat --key sk-...")
     except Unanswered as reason:
         if has_begun:
             print(flush=True)

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -58,6 +59,7 @@ def new(
     with _locked(path):
         _write(path, KeyFile(keys=(*_read(path, must_exist=False).keys, made)))
     print(f"added {key_id} to {path}", file=sys.stderr)
+    print(f"used with: fathom up --set recipe.keys_file={shlex.quote(str(path))}", file=sys.stderr)
     print(whole)
 
 

@@ -38,8 +38,9 @@ SECONDS = 30.0
 LONG_SECONDS = 24 * 3600.0
 """Verifying and evicting take as long as the disk takes."""
 MIB = 1 << 20
+BREAKER_WORDS = {"closed": "in use", "open": "away"}
 
-app = typer.Typer(help="Look into the KV store, check it, clear it (docs/operations.md).", no_args_is_help=True)
+app = typer.Typer(help="Look into the KV store, check it, clear it (docs/kvstore_operations.md).", no_args_is_help=True)
 
 Addresses = Annotated[
     list[str] | None, typer.Option("--address", help="host:port of a store; those of this directory when left out.")
@@ -96,6 +97,9 @@ def evict(
     """Remove what matches all that is named; return once the bytes are gone from the disk."""
     if retention not in {"", *CLASSES[1:]}:
         _fail(f"{retention!r} is no class; there are {', '.join(CLASSES[1:])}")
+    is_narrow = tenant is not None or is_anonymous or bool(fingerprint) or bool(retention)
+    if is_all == is_narrow:
+        _fail("name what to remove with --tenant, --anonymous, --fingerprint, --retention, or with --all alone")
     request = EvictRequest(
         tenant=tenant or "",
         is_tenant_set=tenant is not None or is_anonymous,
@@ -106,7 +110,7 @@ def evict(
 
     async def ask(name: str, stub: "KvstoreAsyncStub") -> None:
         reply = await stub.Evict(request, timeout=LONG_SECONDS)
-        print(f"{name}: removed {reply.num_blocks} blocks, {reply.num_bytes / MIB:.1f} MiB of disk")
+        print(f"{name}: removed {_counted(reply.num_blocks, 'block')}, {reply.num_bytes / MIB:.1f} MiB of disk")
 
     _with_each(_running(address), ask)
 
@@ -131,7 +135,7 @@ def pin(
 
     async def ask(name: str, stub: "KvstoreAsyncStub") -> None:
         reply = await stub.Pin(request, timeout=SECONDS)
-        print(f"{name}: {reply.num_pinned} of {len(keys)} blocks are pinned")
+        print(f"{name}: {reply.num_pinned} of {_counted(len(keys), 'block')} pinned")
 
     _with_each(_running(address), ask)
 
@@ -148,7 +152,7 @@ def release(
 
     async def ask(name: str, stub: "KvstoreAsyncStub") -> None:
         reply = await stub.Release(request, timeout=SECONDS)
-        print(f"{name}: released {reply.num_released} blocks")
+        print(f"{name}: released {_counted(reply.num_released, 'block')}")
 
     _with_each(_running(address), ask)
 
@@ -160,7 +164,7 @@ async def _verify_running(name: str, stub: "KvstoreAsyncStub", rate: int) -> int
             _print_bad(name, block)
         num_bad += len(report.bad)
         num_blocks = report.num_blocks
-    print(f"{name}: {num_blocks} blocks read, {num_bad} bad")
+    print(f"{name}: {_counted(num_blocks, 'block')} read, {num_bad} bad")
     return num_bad
 
 
@@ -177,7 +181,7 @@ def _verify_stopped(folder: Path, rate: int) -> int:
             num_blocks = report.num_blocks
     except (OSError, StoreLockedError) as reason:
         _fail(str(reason))
-    print(f"{folder}: {num_blocks} blocks read, {num_bad} bad")
+    print(f"{folder}: {_counted(num_blocks, 'block')} read, {num_bad} bad")
     return num_bad
 
 
@@ -186,13 +190,18 @@ def _print_bad(name: str, block: BadBlock) -> None:
 
 
 def _summary(name: str, reply: KvstoreStats) -> str:
+    objects = BREAKER_WORDS.get(reply.breaker, reply.breaker or "off")
     return (
-        f"{name}: {reply.num_blocks} blocks in {reply.num_segments} segments; "
+        f"{name}: {_counted(reply.num_blocks, 'block')} in {_counted(reply.num_segments, 'segment')}; "
         f"{reply.physical_bytes / MIB:.0f} of {reply.max_bytes / MIB:.0f} MiB of disk; "
-        f"{reply.num_pinned} pinned, {reply.num_leases} leases; since start {reply.num_evicted} evicted, "
-        f"{reply.num_expired} expired, {reply.num_damaged} damaged; object store {reply.breaker or 'off'}"
-        + (f" with {reply.num_remote_blocks} blocks" if reply.num_remote_blocks else "")
+        f"{reply.num_pinned} pinned, {_counted(reply.num_leases, 'lease')}; since start {reply.num_evicted} evicted, "
+        f"{reply.num_expired} expired, {reply.num_damaged} damaged; object store {objects}"
+        + (f" with {_counted(reply.num_remote_blocks, 'block')}" if reply.num_remote_blocks else "")
     )
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _uses(reply: KvstoreStats) -> Table:
@@ -201,7 +210,9 @@ def _uses(reply: KvstoreStats) -> Table:
         table.add_column(column, justify="left" if column == "held by" else "right", no_wrap=True)
     for kind in reply.retentions:
         days = f"{kind.seconds / 86_400:g}" if kind.seconds else "until room is needed"
-        table.add_row(f"class {CLASSES[kind.retention]}", str(kind.num_blocks), "", "", days)
+        table.add_row(
+            f"class {CLASSES[kind.retention]}" if kind.retention else "no class", str(kind.num_blocks), "", "", days
+        )
     for one in reply.tenants:
         quota = f"{one.quota_bytes / MIB:.0f}" if one.quota_bytes else "-"
         name = f"tenant {one.tenant}" if one.tenant else "requests without keys"
@@ -238,7 +249,10 @@ def _running(given: list[str] | None, *, may_be_none: bool = False) -> dict[str,
 def _folders() -> list[Path]:
     """Return this directory's store folders, one for each replica that ever ran here."""
     home = Home.of(Path.cwd())
-    return sorted(lock.parent for lock in home.root.glob("kv*/lock")) or [home.kv]
+    folders = sorted(lock.parent for lock in home.root.glob("kv*/lock"))
+    if not folders:
+        _fail("nothing is stored here")
+    return folders
 
 
 def _hex(text: str) -> bytes:

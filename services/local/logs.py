@@ -77,7 +77,9 @@ def follow(home: Home, service: str | None, *, num_lines: int, forever: bool) ->
     """Yield "name | line": the last `num_lines` of each log first, then what is added, without end if `forever`."""
     tails = [Tail(path) for path in log_files(home, service)]
     width = max(len(tail.path.stem) for tail in tails)
-    history = [(tail.path.stem, tail.read()[-num_lines:]) for tail in tails]
+    # Everything is read, for zero lines too: what follows is what is added from here on.
+    begun = [(tail.path.stem, tail.read()) for tail in tails]
+    history = [(name, lines[-num_lines:] if num_lines else []) for name, lines in begun]
     yield from (f"{name:<{width}} | {line}" for name, line in merged(history))
     while forever:
         time.sleep(POLL_SECONDS)

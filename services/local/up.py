@@ -98,8 +98,9 @@ def claim(home: Home, port: int) -> int:
 
 def ready_lines(url: str, model: str, seconds: float) -> str:
     """Return the ready line and a request to paste. model: "" when it could not be asked for without an API key."""
+    docs = f"every endpoint and field: {url}/docs\n"
     if not model:
-        return f"ready: {url} ({seconds:.1f} s)\n\n  fathom chat --key sk-... 'Count from one to ten.'\n"
+        return f"ready: {url} ({seconds:.1f} s)\n\n  fathom chat --key sk-... 'Count from one to ten.'\n\n{docs}"
     question = {
         "model": model,
         "messages": [{"role": "user", "content": "Count from one to ten."}],
@@ -109,7 +110,7 @@ def ready_lines(url: str, model: str, seconds: float) -> str:
         "stream": True,
     }
     curl = f"curl -N {url}/v1/chat/completions -H 'content-type: application/json' -d '{json.dumps(question)}'"
-    return f"ready: {model} at {url} ({seconds:.1f} s)\n\n  {curl}\n"
+    return f"ready: {model} at {url} ({seconds:.1f} s)\n\n  {curl}\n\n{docs}"
 
 
 def fault(health: Sequence[Health]) -> Health | None:

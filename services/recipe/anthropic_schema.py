@@ -57,7 +57,7 @@ def read_messages_request(body: dict[str, Any], model: ModelRules, *, counts_onl
     fields.accept(("model", "cache_control"))
     max_tokens = fields.integer("max_tokens", 1, _UINT31)
     if max_tokens is None and not counts_only:
-        raise fields.wrong("max_tokens", "must be an integer of at least 1")
+        raise fields.wrong("max_tokens", "is required: an integer of at least 1")
     turns = read_turns(fields, model)
     tools, use = _tools(fields, model)
     effort, shows_thinking, format_ = _thinking_and_format(fields, model, max_tokens)

@@ -92,7 +92,7 @@ async def _on_http_exception(request: Request, exc: Exception) -> Response:
 
 _MEANINGS: dict[int, str] = {
     HTTPStatus.NOT_FOUND: "there is no such endpoint; there are /v1/chat/completions, /v1/responses, /v1/messages, "
-    "/v1/completions, /v1/models, /tokenize and /detokenize",
+    "/v1/completions, /v1/models, /tokenize and /detokenize; GET /docs describes them all",
     HTTPStatus.METHOD_NOT_ALLOWED: "this endpoint does not take that method; the allow header names those it takes",
 }
 

@@ -79,7 +79,7 @@ def test_a_folder_without_a_model_is_refused_at_once(tmp_path: Path, monkeypatch
     [
         (["--set", "decode.max_bath=8"], "--set decode.max_bath=8: no such setting"),
         (["--kv-bytes", "8X"], "--kv-bytes"),
-        (["--kv-bytes", "9K"], "--kv-bytes (9216 bytes): "),
+        (["--kv-bytes", "9K"], "--kv-bytes (9216 bytes): at least 1M"),
         (["--set", "decode"], "--set"),
     ],
 )
@@ -158,6 +158,7 @@ def test_a_pasted_curl_holds_valid_json() -> None:
     """What we print can be run."""
     curl = ready_lines("http://127.0.0.1:8000", "m", 1.0).splitlines()[2]
 
+    assert "http://127.0.0.1:8000/docs" in ready_lines("http://127.0.0.1:8000", "m", 1.0)
     question = json.loads(curl.split("'")[3])
     assert ("m", 0, 100) == (question["model"], question["temperature"], question["max_tokens"])
 
@@ -221,6 +222,7 @@ def test_logs_of_one_service_are_those_of_its_replicas(tmp_path: Path) -> None:
 
     assert ["prefill-0 | prefill-0 speaks"] == list(follow(home, "prefill", num_lines=9, forever=False))
     assert 3 == len(list(follow(home, None, num_lines=9, forever=False)))
+    assert [] == list(follow(home, None, num_lines=0, forever=False))
 
 
 def test_refused_settings_are_told_without_the_table_of_all_settings(tmp_path: Path) -> None:
@@ -298,3 +300,5 @@ def test_a_suite_that_asks_for_keys_is_ready_too(guarded: str) -> None:
     assert "m" == first_model(guarded, key="sk-right")
     refused = CliRunner().invoke(app, ["chat", "hi", "--url", guarded, "--key", "sk-wrong"])
     assert (1, True) == (refused.exit_code, "an API key is needed" in refused.output)
+    without = CliRunner().invoke(app, ["chat", "hi", "--url", guarded])
+    assert (1, True) == (without.exit_code, "an API key is needed: fathom chat --key sk-..." in without.output)

@@ -34,6 +34,7 @@ def test_a_new_key_works_and_is_shown_once(home: Path) -> None:
         *("--input-tokens-per-minute", "1000", "--max-concurrency", "3", "--priority", "-5", "--retention", "agent"),
     )
     whole = made.stdout.splitlines()[-1]
+    assert f"fathom up --set recipe.keys_file={home}\n" in made.stderr
     key = ring(home).find(whole)
 
     assert key == ApiKey(

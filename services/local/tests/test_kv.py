@@ -72,13 +72,13 @@ def test_a_running_store_is_shown_checked_and_cleared(served: tuple[Path, str]) 
     at = ("--address", address)
     code, shown = fathom("stats", *at)
     assert 0 == code
-    assert "4 blocks in 1 segments" in shown
+    assert "4 blocks in 1 segment;" in shown
     assert "tenant acme" in shown
     keys = [key(n).hex() for n in range(5)]
     pin = ("pin", "s", *keys, "--fingerprint", FINGERPRINT.hex(), "--tenant", "acme", *at)
     for arguments, expected in (
-        (pin, "4 of 5 blocks are pinned"),
-        (("release", "s", "--tenant", "acme", "--key", keys[0], *at), "released 1 blocks"),
+        (pin, "4 of 5 blocks pinned"),
+        (("release", "s", "--tenant", "acme", "--key", keys[0], *at), "released 1 block"),
         (("release", "s", "--tenant", "acme", *at), "released 3 blocks"),
         (("verify", *at), "4 blocks read, 0 bad"),
     ):
@@ -94,8 +94,16 @@ def test_a_running_store_is_shown_checked_and_cleared(served: tuple[Path, str]) 
     assert [] == segments(folder)
 
 
+def test_where_nothing_ran_there_is_nothing_to_verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong directory is told in words, and is no success."""
+    monkeypatch.chdir(tmp_path)
+    assert (1, "fathom: nothing is stored here\n") == fathom("verify")
+
+
 def test_wrong_words_are_refused_before_anything_is_asked() -> None:
-    """Classes, keys, and nothing running here."""
+    """Classes, keys, nothing or too much to remove, and nothing running here."""
+    for words in ((), ("--all", "--tenant", "acme")):
+        assert "--tenant, --anonymous, --fingerprint, --retention" in fathom("evict", *words)[1]
     assert 1 == fathom("evict", "--retention", "forever")[0]
     assert 1 == fathom("pin", "s", "abc", "--fingerprint", "00")[0]
     code, shown = fathom("stats", "--address", "127.0.0.1:1")
