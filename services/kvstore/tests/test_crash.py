@@ -167,3 +167,15 @@ async def test_foreign_files_stay_untouched(tmp_path: Path) -> None:
     await (await open_store(tmp_path)).close()
 
     assert [b"keep me"] * 3 == [file.read_bytes() for file in foreign]
+
+
+async def test_a_footer_of_another_file_is_not_believed(tmp_path):
+    """A sealed segment under another name holds nothing: its epoch says that it is another life's."""
+    path = await fill(tmp_path / "full")
+    other = tmp_path / "renamed"
+    other.mkdir()
+    shutil.copy(path, other / f"000000000001-{'0' * 16}-any.seg")
+    store = await open_store(other)
+
+    assert 0 == store.num_blocks
+    await store.close()
