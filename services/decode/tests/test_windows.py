@@ -92,7 +92,7 @@ def window_at(rig, wanted, position):
 async def test_preemption_changes_no_token(v41, tmp_path, has_states):
     """The youngest loses blocks and window; it starts again from a state of this host, or from nothing."""
     async with decode_replica(v41, num_blocks=10, recompute_tokens=9, states=tmp_path) as rig:
-        wanted = [request(f"tight-{n}", 54 + n, max_tokens=12) for n in range(2)]
+        wanted = [request(f"tight-{n}", 54 + n, max_tokens=20) for n in range(2)]
         expected = [rig.source.answer(each) for each in wanted]
         for each in wanted if has_states else ():
             assert rig.states.store.save(keys_of(each)[1], 2 * BLOCK, window_at(rig, each, 2 * BLOCK))
@@ -152,7 +152,7 @@ async def test_a_preempted_bounded_answer_is_what_one_process_replays(
 ):
     """From an encoder state, or a block back: the folder's mode counts after a preemption as it does in prefill."""
     async with decode_replica(replaying(mode), num_blocks=10, recompute_tokens=9, states=tmp_path) as rig:
-        wanted = [request(f"tight-{n}", 54 + n, max_tokens=12) for n in range(2)]
+        wanted = [request(f"tight-{n}", 54 + n, max_tokens=20) for n in range(2)]
         expected = [rig.source.answer(each) for each in wanted]
         for each in wanted if has_states else ():
             state = window_at(rig, each, 2 * BLOCK)[: rig.states.store._state_bytes]

@@ -132,7 +132,8 @@ async def test_nesting_and_size(deep: Running, path: str) -> None:
         assert status == raw.status_code
         assert len(raw.content) < 8192
         assert time.process_time() - began < 1
-        assert psutil.Process().memory_info().rss - before < 32 << 20
+        # The client is this process too and may copy the body once, to send it: a server that keeps it is a second copy.
+        assert psutil.Process().memory_info().rss - before < 80 << 20
 
 
 @pytest.mark.asyncio(loop_scope="session")

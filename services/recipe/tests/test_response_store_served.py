@@ -1,6 +1,7 @@
 """What do callers of a recipe notice when its database is away, and when it is PostgreSQL?"""
 
 import asyncio
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +9,12 @@ import httpx
 import openai
 import pytest
 
-from proto.common_pb2 import ModelCard
+from proto.common_pb2 import ModelCard, Request
 from services.recipe.tests.balancer import round_robin
 from services.recipe.tests.deepseek import write_folder
 from services.recipe.tests.response_rig import empty_database
 from services.recipe.tests.running import serve_recipe
+from services.recipe.tests.scripted import Step
 from services.recipe.tests.speaking import answering
 from services.recipe.tests.test_openapi import check_answer
 
@@ -72,7 +74,12 @@ async def test_any_replica_will_do(tmp_path: Path, state_url: str) -> None:
     followed, built upon, listed, cancelled and deleted at whichever comes next.
     """
     folder = write_folder(tmp_path / "deep")
-    script = answering("hm</think>" + "one two three four " * 10, after=0.004)
+    text = "hm</think>" + "one two three four " * 10
+    scripts = [answering(text, after=0.004)]
+
+    def script(request: Request) -> Iterable[Step]:
+        return scripts[-1](request)
+
     async with (
         serve_recipe(script, folder, card=CARD, state_url=state_url) as one,
         serve_recipe(script, folder, card=CARD, state_url=state_url) as other,
@@ -94,6 +101,7 @@ async def test_any_replica_will_do(tmp_path: Path, state_url: str) -> None:
             model="deep", input="and?", previous_response_id=queued.id, max_output_tokens=3
         )
         listed = [item async for item in sdk.responses.input_items.list(built.id)]
+        scripts.append(answering(text, after=0.5))  # nothing is so slow that it ends before it is cancelled
         running = await sdk.responses.create(**asked)
         cancelled = await sdk.responses.cancel(running.id)
         after = await sdk.responses.retrieve(running.id)
