@@ -40,11 +40,13 @@ _ENVIRONMENT = ("env", "--unset=PYTHONDONTWRITEBYTECODE", "OMP_NUM_THREADS=1", "
 # import all of them, which takes as long as a quarter of the tests.
 ENGINES = ("kernels", "services/prefill", "services/decode", "services/vision")  # torch
 RECIPE = ("services/recipe",)  # the official clients, SQLAlchemy, FastAPI
+# These import nothing slow, and wait more than they work: a run of its own keeps the second worker busy.
+WAITING = ("services/chassis", "services/local")
 _ROOTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["testpaths"]
 # A root that is asked for is not ignored, so those of the other runs are left out.
 OTHERS = (
     *(root for root in _ROOTS if root not in ENGINES),
-    *(f"--ignore={folder}" for folder in (*ENGINES, *RECIPE)),
+    *(f"--ignore={folder}" for folder in (*ENGINES, *RECIPE, *WAITING)),
 )
 
 
@@ -60,8 +62,9 @@ def _fast_tests(*words: str) -> tuple[str, ...]:
 CHECKS = (
     Check("fast tests, engines", _fast_tests(*ENGINES)),
     Check("fast tests, recipe", _fast_tests(*RECIPE)),
-    Check("types", _python("mypy")),
+    Check("fast tests, waiting", _fast_tests(*WAITING)),
     Check("fast tests, others", _fast_tests(*OTHERS)),
+    Check("types", _python("mypy")),
     Check("import contracts", (str(_BIN / "lint-imports"),)),
     Check("lint", (str(_BIN / "ruff"), "check", "--quiet")),
     Check("format", (str(_BIN / "ruff"), "format", "--check", "--quiet")),
