@@ -110,12 +110,13 @@ async def test_a_cancel_that_overtakes_the_reservation_wins(rig):
     wanted = request("overtaken", 40)
     await rig.submit(wanted)
     await rig.cancel(wanted.request_id)
-    await until(lambda: not rig.replica.servicer.tasks._running)
+    refused = rig.replica.intake._refused  # another connection carries Hold: the cancel must have come before it
+    await until(lambda: wanted.request_id in refused)
     with pytest.raises(Cancelled):
         await rig.hold(wanted)
     unknown = request("never-seen", 40)
     await rig.cancel(unknown.request_id)
-    await asyncio.sleep(0.05)
+    await until(lambda: unknown.request_id in refused)
     with pytest.raises(Cancelled):
         await rig.reserve(unknown)
 
