@@ -243,8 +243,7 @@ async def test_without_room_a_reservation_waits_and_then_gives_up(folder):
         with pytest.raises(Overloaded):
             await rig.reserve(request("second", 4 * BLOCK))
         waiting = asyncio.create_task(rig.reserve(request("third", 4 * BLOCK)))
-        await asyncio.sleep(0.05)
-        assert 1 == rig.replica.engine.load.queued_sequences
+        await until(lambda: 1 == rig.replica.engine.load.queued_sequences)
         await rig.stub.Abort(AbortRequest(ticket=first.ticket), timeout=5)
         third = await waiting
         await rig.stub.Abort(AbortRequest(ticket=third.ticket), timeout=5)
