@@ -24,10 +24,10 @@ up: install ## Start NATS and all eight services with the default model; stops w
 down: install ## Stop what `make up` started
 	@$(BIN)/fathom down
 
-test: install ## Every test: unit, integration and whole-suite (about fifteen minutes on two cores)
+test: install ## Every test: unit, integration and whole-suite (about eighteen minutes on two cores)
 	@$(BIN)/python -m tools.run_tests $(ARGS)
 
-check: install ## Lint, types, import contracts, size ceilings, fresh stubs, fast tests (about a minute when warm)
+check: install ## Lint, types, import contracts, size ceilings, fresh stubs, fast tests (about a minute and a half when warm)
 	@$(BIN)/python -m tools.check
 
 fuzz: install ## The tests of the API that take many minutes: all seeds, all bodies, a clean installation
