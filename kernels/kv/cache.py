@@ -7,13 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kernels.kv.block_bytes import BlockBytes
 from kernels.kv.layout import KvLayout
 from kernels.ops.attention import UNIT_TOKENS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-class KvCache:
+class KvCache(BlockBytes):
     """The blocks of one device: [num_blocks, layers, K and V, block_tokens, kv_heads * head_dim] of one dtype.
 
     Two views of the same memory serve the two ways it is used: a *token row* (one layer's K or V of one token) is
@@ -27,12 +28,10 @@ class KvCache:
             raise ValueError(f"block_tokens {layout.block_tokens} does not divide {UNIT_TOKENS}")
         if first.num_bytes * len(layout.streams) != layout.block_bytes or first.dtype not in DTYPES:
             raise ValueError("K and V of one block and layer must fill whole alignment units and be fp32 or bf16")
-        self.layout = layout
-        self.num_blocks = num_blocks
+        super().__init__(layout, num_blocks, device)
         self.device = device
         self.sections_per_block = len(layout.streams)
         self.kv_heads, self.head_dim = first.shape[1:]
-        self._blocks = torch.zeros(num_blocks, layout.block_bytes, dtype=torch.uint8, device=device)
         self.dtype = DTYPES[first.dtype]
         typed = self._blocks.view(self.dtype)
         width = self.kv_heads * self.head_dim
@@ -71,28 +70,3 @@ class KvCache:
     def _of_layers(self, index: Tensor, stride: int) -> tuple[Tensor, ...]:
         steps = torch.arange(0, stride * (self.sections_per_block // 2), stride, device=self.device)
         return tuple((steps[:, None] + index).unbind(0))
-
-    def read_block(self, block_id: int) -> bytes:
-        """The block's bytes as the layout describes them."""
-        self._check(block_id)
-        return self._blocks[block_id].cpu().numpy().tobytes()
-
-    def copy_block(self, block_id: int, place: memoryview) -> None:
-        """Copy the block to writable host memory, with nothing in between; ValueError for a place of another size."""
-        self._check(block_id)
-        if len(place) != self.layout.block_bytes:
-            raise ValueError(f"a block has {self.layout.block_bytes} bytes, the place {len(place)}")
-        torch.frombuffer(place, dtype=torch.uint8).copy_(self._blocks[block_id])
-
-    def write_block(self, block_id: int, payload: bytes | bytearray | memoryview) -> None:
-        """Replace a block; ValueError unless the payload is layout.block_bytes long."""
-        self._check(block_id)
-        if len(payload) != self.layout.block_bytes:
-            raise ValueError(f"a block has {self.layout.block_bytes} bytes, the payload {len(payload)}")
-        if memoryview(payload).readonly:  # torch takes writable memory only
-            payload = bytearray(payload)
-        self._blocks[block_id].copy_(torch.frombuffer(payload, dtype=torch.uint8))
-
-    def _check(self, block_id: int) -> None:
-        if not 0 < block_id < self.num_blocks:
-            raise ValueError(f"block {block_id} is not one of 1..{self.num_blocks - 1}")

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kernels.kv.block_bytes import BlockBytes
 from kernels.kv.layout import KvLayout
 from kernels.models.v41.config import V41Config
 from kernels.models.v41.layout import FORMATS, Codecs, paired_sources, window_spec
@@ -102,7 +103,7 @@ class Ring:
         self._records.write(slots, places, records)
 
 
-class V41Cache:
+class V41Cache(BlockBytes):
     """All blocks and window states of one model on one device. Block 0 and window 0 stay zero."""
 
     def __init__(
@@ -116,10 +117,9 @@ class V41Cache:
         device: torch.device,
     ) -> None:
         """num_blocks, num_windows: null block and null window counted."""
-        self.layout = layout
+        super().__init__(layout, num_blocks, device)
         self.spec = window_spec(config, layout)
-        self.num_blocks, self.num_windows = num_blocks, num_windows
-        self._blocks = torch.zeros(num_blocks, layout.block_bytes, dtype=torch.uint8, device=device)
+        self.num_windows = num_windows
         self._windows = torch.zeros(num_windows, layout.window_bytes, dtype=torch.uint8, device=device)
         codecs, suffix = Codecs.of(config, numerics), FORMATS[numerics.name]
         self.entries = {
@@ -142,27 +142,6 @@ class V41Cache:
         for block_id in block_ids:
             self._blocks[block_id].zero_()
 
-    def read_block(self, block_id: int) -> bytes:
-        """The block's bytes as the layout describes them."""
-        self._check_block(block_id)
-        return self._blocks[block_id].cpu().numpy().tobytes()
-
-    def copy_block(self, block_id: int, place: memoryview) -> None:
-        """Copy the block to writable host memory; ValueError unless that has the block's size."""
-        self._check_block(block_id)
-        if len(place) != self.layout.block_bytes:
-            raise ValueError(f"a block has {self.layout.block_bytes} bytes, the place {len(place)}")
-        torch.frombuffer(place, dtype=torch.uint8).copy_(self._blocks[block_id])
-
-    def write_block(self, block_id: int, payload: bytes | bytearray | memoryview) -> None:
-        """Replace a block; ValueError unless the payload is layout.block_bytes long."""
-        self._check_block(block_id)
-        if len(payload) != self.layout.block_bytes:
-            raise ValueError(f"a block has {self.layout.block_bytes} bytes, the payload {len(payload)}")
-        if memoryview(payload).readonly:  # torch takes writable memory only
-            payload = bytearray(payload)
-        self._blocks[block_id].copy_(torch.frombuffer(payload, dtype=torch.uint8))
-
     def read_window(self, slot: int, *, encoder_only: bool) -> bytes:
         """A state's bytes, or those of its encoder part."""
         self._check_window(slot)
@@ -184,10 +163,6 @@ class V41Cache:
         """Make a state empty."""
         self._check_window(slot)
         self._windows[slot].zero_()
-
-    def _check_block(self, block_id: int) -> None:
-        if not 0 < block_id < self.num_blocks:
-            raise ValueError(f"block {block_id} is not one of 1..{self.num_blocks - 1}")
 
     def _check_window(self, slot: int) -> None:
         if not 0 < slot < self.num_windows:
