@@ -25,7 +25,6 @@ from proto.kvstore_pb2_grpc import KvstoreStub
 from services.chassis.channel import open_channel
 from services.chassis.errors import FathomError
 from services.kvstore.directory import CLASSES, StoreLockedError
-from services.kvstore.verification import verify_folder
 from services.local import state
 from services.local.home import Home
 
@@ -171,6 +170,9 @@ async def _verify_running(name: str, stub: "KvstoreAsyncStub", rate: int) -> int
 def _verify_stopped(folder: Path, rate: int) -> int:
     num_bad = num_blocks = 0
     try:
+        # Here: it brings in what reads and decrypts blocks, which no other command needs.
+        from services.kvstore.verification import verify_folder
+
         for report in verify_folder(folder, max_bytes_per_second=rate):
             for one in report.bad:
                 _print_bad(
