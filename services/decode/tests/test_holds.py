@@ -16,14 +16,6 @@ SOON = 1.0
 """Seconds: the promise."""
 
 
-@pytest.fixture(params=["shm", "grpc"])
-async def rig(request, folder, tmp_path):
-    async with decode_replica(folder, shm=tmp_path if request.param == "shm" else None) as running:
-        yield running
-        await running.idle()
-    assert [] == list(tmp_path.iterdir())
-
-
 async def outcome(call):
     """Return what ends the call that holds room: None after a commit; fail when it takes longer than promised."""
     try:

@@ -13,14 +13,6 @@ from services.decode.tests.rig import BLOCK, collect, decode_replica, keys_of, r
 from services.decode.tests.tiny_model import CONTEXT
 
 
-@pytest.fixture(params=["shm", "grpc"])
-async def rig(request, folder, tmp_path):
-    async with decode_replica(folder, shm=tmp_path if request.param == "shm" else None) as running:
-        yield running
-        await running.idle()
-    assert [] == list(tmp_path.iterdir())
-
-
 async def test_a_handoff_starts_the_sequence_in_either_order(rig):
     """Submit and commit may come in any order; the answer is the same."""
     expected = rig.source.answer(request("order", 40))

@@ -11,14 +11,6 @@ from services.chassis.handoff import block_crc32
 from services.decode.tests.rig import collect, decode_replica, request, tokens_of, until
 
 
-@pytest.fixture(params=["shm", "grpc"])
-async def rig(request, folder, tmp_path):
-    async with decode_replica(folder, shm=tmp_path if request.param == "shm" else None) as running:
-        yield running
-        await running.idle()
-    assert [] == list(tmp_path.iterdir())
-
-
 async def test_a_ticket_commits_once_also_while_nobody_asks_for_its_sequence(rig):
     """The first commit stands, before the request itself has come."""
     wanted = request("twice", 40, max_tokens=6)
