@@ -251,3 +251,21 @@ class BlockWriter:
         self._held_bytes -= len(block.payload)
         self._bytes_out += len(block.payload)
         self._changed.set()
+
+
+class Writeback:
+    """Copies full blocks off the device for the store while the queue to it has room.
+
+    Called in the engine thread, with blocks that this replica computed: what came from the store is not offered.
+    """
+
+    def __init__(self, read_block: Callable[[int], bytes], block_bytes: int, writer: BlockWriter | None) -> None:
+        """read_block: block id to bytes.  Without a writer nothing is kept: the replica runs without a KV store."""
+        self._read_block = read_block
+        self._block_bytes = block_bytes
+        self._writer = writer
+
+    def offer(self, origin: Origin, keys: Sequence[bytes], block: int, block_id: int) -> None:
+        """Copy one full block of a chain; the queue drops its oldest (counted) when the store cannot keep up."""
+        if self._writer is not None and self._writer.has_room(self._block_bytes):
+            self._writer.put(StoredBlock.of_chain(keys, block, self._read_block(block_id), origin))

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from kernels.kv.pool import BlockPool
     from kernels.kv.replay import Hit
     from proto.common_pb2 import ImageRef
+    from services.chassis.kvstore_writer import Writeback
     from services.decode.states import States
-    from services.decode.writeback import Writeback
 
 RECOMPUTE_TOKENS = 128
 """Of preempted sequences, in one step beside the others' single tokens."""

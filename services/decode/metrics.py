@@ -8,10 +8,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from services.chassis.window_store import Counts
 from services.decode.engine import Load
 
-_PREFIX = "fathom_decode"
+PREFIX = "fathom_decode"
 _GAUGES = {
     "total_blocks": "Blocks of the pool.",
     "used_blocks": "Blocks held by sequences and reservations.",
@@ -26,14 +25,6 @@ _COUNTERS = {
     "num_steps": "Steps.",
     "num_preemptions": "Sequences that lost their blocks and were recomputed.",
 }
-_WINDOW_COUNTERS = {
-    "hits": "Sequences that started from a saved window state.",
-    "misses": "Sequences with found blocks for which no usable window state was here.",
-    "saved": "Window states saved.",
-    "damaged": "Window states that were not what they should be, and were removed.",
-    "evicted": "Window states removed to make room.",
-    "dropped": "Window states that were not saved.",
-}
 _STEP_BUCKETS = (0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.25, 0.5, 1)
 
 
@@ -46,23 +37,9 @@ class LoadCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         load = self._load()
         for name, meaning in _GAUGES.items():
-            yield GaugeMetricFamily(f"{_PREFIX}_{name}", meaning, value=getattr(load, name))
+            yield GaugeMetricFamily(f"{PREFIX}_{name}", meaning, value=getattr(load, name))
         for name, meaning in _COUNTERS.items():
-            yield CounterMetricFamily(f"{_PREFIX}_{name.removeprefix('num_')}", meaning, value=getattr(load, name))
-
-
-class WindowStoreCollector(Collector):
-    """Reads the window store's own counts when scraped."""
-
-    def __init__(self, counts: Counts) -> None:
-        self._counts = counts
-
-    def collect(self) -> Iterable[Metric]:
-        for name, meaning in _WINDOW_COUNTERS.items():
-            value = getattr(self._counts, f"num_{name}")
-            yield CounterMetricFamily(f"{_PREFIX}_window_{name}", meaning, value=value)
-        meaning = "Window states of this host, in bytes, at this replica's last save."
-        yield GaugeMetricFamily(f"{_PREFIX}_window_bytes", meaning, value=self._counts.num_bytes)
+            yield CounterMetricFamily(f"{PREFIX}_{name.removeprefix('num_')}", meaning, value=getattr(load, name))
 
 
 class DecodeMetrics:
@@ -70,20 +47,20 @@ class DecodeMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._handoff_bytes = Counter(
-            f"{_PREFIX}_handoff_bytes", "Bytes taken in from prefill.", ["backend"], registry=registry
+            f"{PREFIX}_handoff_bytes", "Bytes taken in from prefill.", ["backend"], registry=registry
         )
-        self._handoffs = Counter(f"{_PREFIX}_handoffs", "Committed handoffs.", ["backend"], registry=registry)
+        self._handoffs = Counter(f"{PREFIX}_handoffs", "Committed handoffs.", ["backend"], registry=registry)
         self._aborts = Counter(
-            f"{_PREFIX}_handoff_aborts", "Reservations that were given back.", ["reason"], registry=registry
+            f"{PREFIX}_handoff_aborts", "Reservations that were given back.", ["reason"], registry=registry
         )
         self._late_writes = Counter(
-            f"{_PREFIX}_handoff_late_writes", "Pieces that came after their reservation's end.", registry=registry
+            f"{PREFIX}_handoff_late_writes", "Pieces that came after their reservation's end.", registry=registry
         )
         self._write_drops = Counter(
-            f"{_PREFIX}_kv_write_drops", "Blocks that were not written to the KV store.", ["reason"], registry=registry
+            f"{PREFIX}_kv_write_drops", "Blocks that were not written to the KV store.", ["reason"], registry=registry
         )
         self.step_seconds = Histogram(
-            f"{_PREFIX}_step_seconds", "Duration of steps.", registry=registry, buckets=_STEP_BUCKETS
+            f"{PREFIX}_step_seconds", "Duration of steps.", registry=registry, buckets=_STEP_BUCKETS
         )
 
     def count_handoff(self, backend: str, num_bytes: int) -> None:

@@ -37,20 +37,20 @@ from services.chassis.engine_thread import EngineThread
 from services.chassis.errors import NoReplica, to_stream_error
 from services.chassis.handoff import StagingFolder, socket_target
 from services.chassis.kvstore_client import Stores
-from services.chassis.kvstore_writer import BlockWriter
+from services.chassis.kvstore_writer import BlockWriter, Writeback
 from services.chassis.load_reports import report_load
 from services.chassis.request_tasks import RequestStream, RequestTasks
 from services.chassis.server import HouseServer
 from services.chassis.service import Service
 from services.chassis.telemetry import log
+from services.chassis.window_metrics import WindowStoreCollector
 from services.decode.config import DecodeSettings
 from services.decode.engine import RECOMPUTE_TOKENS, DecodeEngine, Load
 from services.decode.flow import AnswerFlow, Surroundings
 from services.decode.intake import RESERVATION_SECONDS, WAIT_SECONDS, Intake
-from services.decode.metrics import DecodeMetrics, LoadCollector, WindowStoreCollector
+from services.decode.metrics import PREFIX, DecodeMetrics, LoadCollector
 from services.decode.model import card_of, limits_of, load_model, open_grammars
 from services.decode.states import States, open_worker
-from services.decode.writeback import Writeback
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -185,7 +185,7 @@ def assemble(
         BlockPool(executor.num_blocks, executor.layout.block_tokens),
         max_batch=max_batch,
         tell=thread.tell,
-        writeback=Writeback(executor, writer),
+        writeback=Writeback(executor.read_block, executor.layout.block_bytes, writer),
         states=states,
         on_step=metrics.step_seconds.observe,
         recompute_tokens=recompute_tokens,
@@ -222,7 +222,7 @@ async def build(service: Service) -> None:
     windows = await asyncio.to_thread(open_worker, executor, max_bytes=settings.kv_bytes // 4)
     if windows is not None:
         service.on_stop(windows.close)
-        service.metrics.register(WindowStoreCollector(windows.store.counts))
+        service.metrics.register(WindowStoreCollector(PREFIX, windows.store.counts))
     grammars = open_grammars(executor, settings.model)
     replica = assemble(
         executor,

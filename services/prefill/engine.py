@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from kernels.kv.pool import BlockPool
     from kernels.kv.replay import Hit
     from proto.common_pb2 import ImageRef
+    from services.chassis.kvstore_writer import Writeback
     from services.prefill.states import States
-    from services.prefill.writeback import Writeback
 
 _SPEED_MEMORY = 0.9
 """Weight of the past in the measured speed: about the last ten steps count."""

@@ -8,10 +8,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from services.chassis.window_store import Counts
 from services.prefill.engine import Load
 
-_PREFIX = "fathom_prefill"
+PREFIX = "fathom_prefill"
 _GAUGES = {
     "total_blocks": "Blocks of the pool.",
     "used_blocks": "Blocks held by prompts.",
@@ -22,14 +21,6 @@ _GAUGES = {
     "queued_tokens": "Prompt tokens not yet computed.",
 }
 _COUNTERS = {"num_tokens": "Prompt tokens computed.", "num_steps": "Steps."}
-_WINDOW_COUNTERS = {
-    "hits": "Sequences that started from a saved window state.",
-    "misses": "Sequences with found blocks for which no usable window state was here.",
-    "saved": "Window states saved.",
-    "damaged": "Window states that were not what they should be, and were removed.",
-    "evicted": "Window states removed to make room.",
-    "dropped": "Window states that were not saved.",
-}
 _STEP_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 
@@ -42,23 +33,9 @@ class LoadCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         load = self._load()
         for name, meaning in _GAUGES.items():
-            yield GaugeMetricFamily(f"{_PREFIX}_{name}", meaning, value=getattr(load, name))
+            yield GaugeMetricFamily(f"{PREFIX}_{name}", meaning, value=getattr(load, name))
         for name, meaning in _COUNTERS.items():
-            yield CounterMetricFamily(f"{_PREFIX}_{name.removeprefix('num_')}", meaning, value=getattr(load, name))
-
-
-class WindowStoreCollector(Collector):
-    """Reads the window store's own counts when scraped."""
-
-    def __init__(self, counts: Counts) -> None:
-        self._counts = counts
-
-    def collect(self) -> Iterable[Metric]:
-        for name, meaning in _WINDOW_COUNTERS.items():
-            value = getattr(self._counts, f"num_{name}")
-            yield CounterMetricFamily(f"{_PREFIX}_window_{name}", meaning, value=value)
-        meaning = "Window states of this host, in bytes, at this replica's last save."
-        yield GaugeMetricFamily(f"{_PREFIX}_window_bytes", meaning, value=self._counts.num_bytes)
+            yield CounterMetricFamily(f"{PREFIX}_{name.removeprefix('num_')}", meaning, value=getattr(load, name))
 
 
 class PrefillMetrics:
@@ -66,24 +43,24 @@ class PrefillMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._handoff_bytes = Counter(
-            f"{_PREFIX}_handoff_bytes", "Bytes handed over to decode.", ["backend"], registry=registry
+            f"{PREFIX}_handoff_bytes", "Bytes handed over to decode.", ["backend"], registry=registry
         )
-        self._handoffs = Counter(f"{_PREFIX}_handoffs", "Finished handoffs.", ["backend"], registry=registry)
-        self._aborts = Counter(f"{_PREFIX}_handoff_aborts", "Handoffs given up.", ["reason"], registry=registry)
+        self._handoffs = Counter(f"{PREFIX}_handoffs", "Finished handoffs.", ["backend"], registry=registry)
+        self._aborts = Counter(f"{PREFIX}_handoff_aborts", "Handoffs given up.", ["reason"], registry=registry)
         self._write_drops = Counter(
-            f"{_PREFIX}_kv_write_drops", "Blocks that were not written to the KV store.", ["reason"], registry=registry
+            f"{PREFIX}_kv_write_drops", "Blocks that were not written to the KV store.", ["reason"], registry=registry
         )
         self._loaded_tokens = Counter(
-            f"{_PREFIX}_loaded_tokens", "Prompt tokens whose KV came from the KV store.", registry=registry
+            f"{PREFIX}_loaded_tokens", "Prompt tokens whose KV came from the KV store.", registry=registry
         )
-        self._load_seconds = Counter(f"{_PREFIX}_load_seconds", "Time spent loading them.", registry=registry)
+        self._load_seconds = Counter(f"{PREFIX}_load_seconds", "Time spent loading them.", registry=registry)
         self._saved_seconds = Counter(
-            f"{_PREFIX}_saved_seconds",
+            f"{PREFIX}_saved_seconds",
             "What computing them would have taken at the measured speed, less the time spent loading.",
             registry=registry,
         )
         self.step_seconds = Histogram(
-            f"{_PREFIX}_step_seconds", "Duration of steps.", registry=registry, buckets=_STEP_BUCKETS
+            f"{PREFIX}_step_seconds", "Duration of steps.", registry=registry, buckets=_STEP_BUCKETS
         )
 
     def count_handoff(self, backend: str, num_bytes: int) -> None:

@@ -23,18 +23,18 @@ from services.chassis.embeddings import EmbeddingsRoom, EmbeddingsSource
 from services.chassis.engine_thread import EngineThread
 from services.chassis.errors import FathomError, NoReplica, Overloaded, to_stream_error
 from services.chassis.kvstore_client import Stores
-from services.chassis.kvstore_writer import BlockWriter
+from services.chassis.kvstore_writer import BlockWriter, Writeback
 from services.chassis.load_reports import report_load
 from services.chassis.request_tasks import RequestStream, RequestTasks
 from services.chassis.service import Service
+from services.chassis.window_metrics import WindowStoreCollector
 from services.prefill.config import PrefillSettings
 from services.prefill.engine import Load, PrefillEngine
 from services.prefill.flow import DELIVER_SECONDS, PromptFlow, Surroundings
 from services.prefill.handoff import aborts_said
-from services.prefill.metrics import LoadCollector, PrefillMetrics, WindowStoreCollector
+from services.prefill.metrics import PREFIX, LoadCollector, PrefillMetrics
 from services.prefill.model import card_of, limits_of, load_model, open_grammars
 from services.prefill.states import States, open_worker
-from services.prefill.writeback import Writeback
 
 if TYPE_CHECKING:
     import grpc.aio
@@ -153,7 +153,7 @@ def assemble(
         BlockPool(executor.num_blocks, executor.layout.block_tokens),
         chunk_tokens=chunk_tokens,
         tell=thread.tell,
-        writeback=Writeback(executor, writer),
+        writeback=Writeback(executor.read_block, executor.layout.block_bytes, writer),
         states=states,
         on_step=metrics.step_seconds.observe,
     )
@@ -186,7 +186,7 @@ async def build(service: Service) -> None:
     windows = await asyncio.to_thread(open_worker, executor, max_bytes=settings.kv_bytes // 4)
     if windows is not None:
         service.on_stop(windows.close)
-        service.metrics.register(WindowStoreCollector(windows.store.counts))
+        service.metrics.register(WindowStoreCollector(PREFIX, windows.store.counts))
     grammars = open_grammars(executor, settings.model)
     replica = assemble(
         executor,
