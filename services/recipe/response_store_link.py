@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import os
 import random
+import sqlite3
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -32,7 +34,7 @@ POOL_CONNECTIONS: Final = 4
 _DRIVERS: Final = {"sqlite": "sqlite+aiosqlite", "postgresql": "postgresql+asyncpg", "postgres": "postgresql+asyncpg"}
 _DEFECTS: Final = (DataError, IntegrityError, NotSupportedError, ProgrammingError)
 """Our fault. All else that a driver says is the database's: not there, full, locked, shutting down, no such user."""
-_AWAY: Final = (DBAPIError, NoConnectionError, TimeoutError, OSError)
+_AWAY: Final = (DBAPIError, NoConnectionError, TimeoutError, OSError, sqlite3.Error)
 _LOST_TO_OTHERS: Final = frozenset({"40P01", "40001"})  # deadlock, serialization failure: nothing was done; try again
 _TRIES: Final = 4
 _SCHEMA_LOCK: Final = 0x6661_7468  # one number for all replicas
@@ -138,7 +140,7 @@ class StoreLink:
             if self._is_prepared:
                 return
             if self._is_sqlite:
-                await asyncio.to_thread(_make_private, Path(str(self._url.database)))
+                await asyncio.to_thread(_make_file, Path(str(self._url.database)), self._query_seconds * 0.8)
             await self._write_once(self._make_tables)
             self._is_prepared = True
 
@@ -180,7 +182,7 @@ def _open(url: URL, query_seconds: float) -> AsyncEngine:
 def _set_up_sqlite(connection: Any, _record: Any) -> None:  # the driver's own class
     connection.isolation_level = None  # BEGIN is ours: the driver's would come after the first reads
     cursor = connection.cursor()
-    for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "foreign_keys=ON", "secure_delete=ON"):
+    for pragma in ("synchronous=NORMAL", "foreign_keys=ON", "secure_delete=ON"):
         cursor.execute(f"PRAGMA {pragma}")
     cursor.close()
 
@@ -192,10 +194,25 @@ def _begin_sqlite(connection: Any) -> None:
         connection.exec_driver_sql(statement)
 
 
-def _make_private(path: Path) -> None:
-    """Make the file, readable by its owner alone: conversations are inside."""
+def _make_file(path: Path, seconds: float) -> None:
+    """Make the file, readable by its owner alone (conversations are inside), with a journal that lets readers read on.
+
+    The kind of journal is kept in the file. Replicas that set it at the same moment are refused at once, without the
+    wait that other statements get (each holds what the other needs), so that the waiting is done here, for `seconds`.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+    until = time.monotonic() + seconds
+    with contextlib.closing(sqlite3.connect(path, timeout=seconds, isolation_level=None)) as connection:
+        while True:
+            try:
+                connection.execute("PRAGMA journal_mode=WAL")
+            except sqlite3.OperationalError as exc:
+                if exc.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > until:
+                    raise
+            else:
+                return
+            time.sleep(random.uniform(0.001, 0.02))  # noqa: S311 - spreads the contenders
 
 
 def _detail(exc: BaseException) -> str:
