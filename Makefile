@@ -27,8 +27,8 @@ down: install ## Stop what `make up` started
 test: install ## Every test: unit, integration and whole-suite (about eighteen minutes on two cores)
 	@$(BIN)/python -m tools.run_tests $(ARGS)
 
-check: install ## Lint, types, import contracts, size ceilings, fresh stubs, fast tests (about a minute and a half when warm)
-	@$(BIN)/python -m tools.check
+check: install ## Lint, types, import contracts, size ceilings, fresh stubs, fast tests that changes can have touched (ARGS=--all: all of them)
+	@$(BIN)/python -m tools.check $(ARGS)
 
 fuzz: install ## The tests of the API that take many minutes: all seeds, all bodies, a clean installation
 	@$(BIN)/python -m pytest -m long services/recipe e2e tools/tests/test_torch_free.py $(ARGS)

@@ -1,4 +1,7 @@
-"""Is the tree fit to commit? Runs every fast check, two at a time, and says which failed."""
+"""Is the tree fit to commit? Runs every fast check, two at a time, and says which failed.
+
+Fast tests that cannot have changed since they last passed are not run again; `--all` runs them too, `--no-tests` none.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,18 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from tools import proven
+
 ROOT = Path(__file__).resolve().parent.parent
 _BIN = Path(sys.executable).parent
 _DEADLINE_SECONDS = 300
+_NO_TESTS = 5
+"""What pytest ends with when the files hold slow tests only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +29,8 @@ class Check:
 
     name: str
     command: tuple[str, ...]
+    tests: tuple[str, ...] = ()
+    """Test files that it proves when it passes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +63,25 @@ def _python(*words: str) -> tuple[str, ...]:
     return (*_ENVIRONMENT, sys.executable, "-m", *words)
 
 
-def _fast_tests(*words: str) -> tuple[str, ...]:
-    return _python("pytest", "-q", "-m", "not slow and not long", "-x", "--no-header", "-p", "no:cacheprovider", *words)
+def _fast_tests(tree: proven.Tree, name: str, folders: Sequence[str], *, again: bool) -> Iterator[Check]:
+    tests = tree.tests(folders)
+    left = tests if again else proven.unproven(tree, tests)
+    words = ("-q", "-m", "not slow and not long", "-x", "--no-header", "-p", "no:cacheprovider")
+    if left:
+        yield Check(
+            f"fast tests, {name} ({len(left)} of {len(tests)} files)", _python("pytest", *words, *left), tuple(left)
+        )
+    else:
+        print(f"{f'fast tests, {name}':44} ok      unchanged since they passed")
 
 
-# Longest first: the two workers then finish at about the same time.
+def fast_tests(tree: proven.Tree, *, again: bool) -> Iterator[Check]:
+    """Longest first: the two workers then finish at about the same time."""
+    for name, folders in (("engines", ENGINES), ("recipe", RECIPE), ("waiting", WAITING), ("others", OTHERS)):
+        yield from _fast_tests(tree, name, folders, again=again)
+
+
 CHECKS = (
-    Check("fast tests, engines", _fast_tests(*ENGINES)),
-    Check("fast tests, recipe", _fast_tests(*RECIPE)),
-    Check("fast tests, waiting", _fast_tests(*WAITING)),
-    Check("fast tests, others", _fast_tests(*OTHERS)),
     Check("types", _python("mypy")),
     Check("import contracts", (str(_BIN / "lint-imports"),)),
     Check("lint", (str(_BIN / "ruff"), "check", "--quiet")),
@@ -82,18 +100,25 @@ def run(check: Check) -> Outcome:
         )
     except subprocess.TimeoutExpired:
         return Outcome(check, time.monotonic() - begun, 124, f"no end after {_DEADLINE_SECONDS} s")
-    return Outcome(check, time.monotonic() - begun, done.returncode, done.stdout + done.stderr)
+    has_none = bool(check.tests) and done.returncode == _NO_TESTS
+    return Outcome(check, time.monotonic() - begun, 0 if has_none else done.returncode, done.stdout + done.stderr)
 
 
-def main(checks: Sequence[Check] = CHECKS) -> None:
+def main(words: Sequence[str]) -> None:
+    """Run all checks; exit with 1 when one failed."""
     begun = time.monotonic()
+    tree = proven.Tree()
+    tests = [] if "--no-tests" in words else [*fast_tests(tree, again="--all" in words)]
+    checks = [*tests, *CHECKS]
     failed = []
     with ThreadPoolExecutor(max_workers=2) as workers:
         for outcome in workers.map(run, checks):
             verdict = "ok" if outcome.code == 0 else "FAILED"
-            print(f"{outcome.check.name:20} {verdict:7} {outcome.seconds:5.1f} s", flush=True)
+            print(f"{outcome.check.name:44} {verdict:7} {outcome.seconds:5.1f} s", flush=True)
             if outcome.code:
                 failed.append(outcome)
+            else:
+                proven.passed(tree, outcome.check.tests)
     for outcome in failed:
         print(f"\n--- {outcome.check.name}: {' '.join(outcome.check.command)}\n{outcome.output[-6000:]}")
     print(f"\n{len(checks) - len(failed)} of {len(checks)} checks passed in {time.monotonic() - begun:.0f} s")
@@ -101,4 +126,4 @@ def main(checks: Sequence[Check] = CHECKS) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
