@@ -34,7 +34,7 @@ fuzz: install ## The tests of the API that take many minutes: all seeds, all bod
 	@$(BIN)/python -m pytest -m long services/recipe e2e tools/tests/test_torch_free.py $(ARGS)
 
 soak: install ## The tests of engines, stores and kernels that take many minutes: all lengths, kills, leaks, a Ceph cluster
-	@$(BIN)/python -m pytest -m long kernels services tools/tests/test_ceph_cluster.py --ignore=services/recipe $(ARGS)
+	@$(BIN)/python -m pytest -m long kernels services bench tools/tests/test_ceph_cluster.py --ignore=services/recipe $(ARGS)
 
 e2e: install ## Only the whole-suite tests
 	@$(BIN)/python -m pytest e2e $(ARGS)

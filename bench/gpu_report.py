@@ -1,8 +1,8 @@
 """How do measured figures become the tables and pictures of docs/performance.md?
 
-    python -m bench.gpu_report          # reads bench/results/gpu_dense_*.json; needs no GPU
+    python -m bench.gpu_report          # reads bench/results/gpu_*.json; needs no GPU
 
-Rewrites the part of docs/performance.md between its two markers, and docs/roofline_dense.svg.
+Rewrites the part of docs/performance.md between its two markers, docs/roofline_dense.svg and docs/roofline_v41.svg.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+
+from bench.roofline_plot import draw_dense, draw_v41
 
 ROOT = Path(__file__).resolve().parent.parent
 _BEGIN, _END = "<!-- table: dense -->", "<!-- end: dense -->"
@@ -60,32 +62,6 @@ def _row(line: dict[str, Any]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def picture(lines: list[dict[str, Any]]) -> str:
-    """An SVG: what share of its floor each figure reaches."""
-    height, left, width = 24, 330, 420
-    bars = []
-    for index, line in enumerate(lines):
-        top = 30 + index * height
-        share = line["fastest"]["tokens_per_second"] / line["floor_tokens_per_second"]
-        name = f"{line['figure']}, {line['batch']} x {line['context']}" + (
-            "" if line["sampling"] == "greedy" else ", top-p"
-        )
-        bars.append(
-            f'<text x="{left - 8}" y="{top + 14}" text-anchor="end">{name}</text>'
-            f'<rect x="{left}" y="{top + 2}" width="{width * share:.1f}" height="16" fill="#3b6ea5"/>'
-            f'<text x="{left + width * share + 6:.1f}" y="{top + 14}">{100 * share:.0f} %</text>'
-        )
-    total = 40 + len(lines) * height
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + width + 70}" height="{total}"'
-        ' font-family="sans-serif" font-size="12">'
-        f'<text x="{left}" y="18">share of the floor from bytes and operations (the line is all of it)</text>'
-        f'<line x1="{left + width}" y1="26" x2="{left + width}" y2="{total - 8}" stroke="#888"/>'
-        + "".join(bars)
-        + "</svg>\n"
-    )
-
-
 def _ceilings(document: dict[str, Any]) -> str:
     measured = document["yardsticks"]
     copy, gemm = measured["copy_bytes_per_second"] / 1e12, measured["gemm_flops"] / 1e12
@@ -105,7 +81,9 @@ def main() -> int:
     _, after = rest.split(_END)
     ceilings = "\n".join(map(_ceilings, documents))
     page.write_text(f"{before}{_BEGIN}\n{ceilings}\n\n{table(lines)}\n{_END}{after}", encoding="utf-8")
-    (ROOT / "docs" / "roofline_dense.svg").write_text(picture(lines), encoding="utf-8")
+    draw_dense(documents, ROOT / "docs" / "roofline_dense.svg")
+    v41 = json.loads((ROOT / "bench" / "results" / "gpu_v41_h200.json").read_text())
+    draw_v41(v41, ROOT / "docs" / "roofline_v41.svg")
     return 0
 
 

@@ -40,11 +40,14 @@ def timed_event() -> torch.cuda.Event:
 
 
 def yardsticks() -> dict[str, float]:
-    """Measured ceilings: copy and read bandwidth (bytes/s), bf16 GEMM (FLOP/s), and one kernel in a graph (s)."""
+    """Measured ceilings: rates of copies, reads and pinned host memory (bytes/s), bf16 GEMM (FLOP/s), a kernel (s)."""
     source = torch.randn(1 << 30, device="cuda", dtype=torch.bfloat16)
     target = torch.empty_like(source)
     copy = event_seconds(lambda: target.copy_(source))
     read = event_seconds(lambda: torch.sum(source.view(torch.int32)))
+    pinned = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
+    landing = torch.empty_like(pinned, device="cuda")
+    fetch = event_seconds(lambda: landing.copy_(pinned, non_blocking=True))
     size = 8192
     a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     gemm = event_seconds(lambda: a @ b)
@@ -53,6 +56,7 @@ def yardsticks() -> dict[str, float]:
     return {
         "copy_bytes_per_second": 2 * source.nbytes / copy,
         "read_bytes_per_second": source.nbytes / read,
+        "host_bytes_per_second": pinned.nbytes / fetch,
         "gemm_flops": 2 * size**3 / gemm,
         "graph_kernel_seconds": launch,
     }

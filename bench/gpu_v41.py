@@ -4,8 +4,9 @@
     python -m bench.gpu_v41 decode                # one step, kernel by kernel, beside floors; also: prefill
     python -m bench.gpu_v41 experts               # cuts that docs/performance_v41.md froze; also: attention, dense
     python -m bench.gpu_v41 profile               # the kernels inside some ops
+    python -m bench.gpu_v41 step                  # whole steps through the executor: measured, not added up
 
-One JSON line per figure. Steps are sums of kernels measured one by one: extrapolated, and said so.
+One JSON line per figure. "decode" and "prefill" are sums of kernels measured one by one: extrapolated, and said so.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from bench.gpu_time import graph_seconds, machine, yardsticks
 from bench.gpu_v41_cases import FAMILIES, HIDDEN, Q_LORA, WIDTH, Case, Draw, moved
+from bench.gpu_v41_step import time_steps
 from bench.gpu_v41_work import Builder, Shape, Work, decode_shape, prefill_shape
 from kernels.ops import gpu_hyper, gpu_index, gpu_sparse
 from kernels.ops.gpu_grouped import Format, Tile, fp8_weights
@@ -288,7 +290,12 @@ def profile_streams() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "what", choices=("check", "decode", "prefill", "attention", "index", "streams", "experts", "dense", "profile")
+        "what",
+        choices=("check", "decode", "prefill", "step", "attention", "index", "streams", "experts", "dense", "profile"),
+    )
+    parser.add_argument("--modes", nargs="*", default=["invariant", "fastest"], help="of step")
+    parser.add_argument(
+        "--layers", type=int, default=14, help="of step's prefill: the encoder has 20, 14 fit in 141 GB"
     )
     parser.add_argument("--families", nargs="*", default=list(FAMILIES))
     parser.add_argument("--seed", type=int, default=1)
@@ -300,6 +307,8 @@ def main() -> None:
         say("machine", machine=machine(), **{name: round(value, 9) for name, value in ceilings.items()})
         if asked.what in {"decode", "prefill"}:
             time_step(decode_shape() if asked.what == "decode" else prefill_shape(), ceilings)
+        elif asked.what == "step":
+            time_steps(say, ceilings, modes=asked.modes, layers=asked.layers)
         elif asked.what == "dense":
             time_dense()
         elif asked.what == "profile":

@@ -1,27 +1,31 @@
 """The one door to the device: load a model, compute batches, move blocks in and out.
 
 Only the engine thread that owns the block pool calls an executor. `launch` hands a step to the device and `collect`
-waits for it and samples, so that the next step can be planned in between; on a CPU the device is this thread.
+waits for its tokens, so that the next step can be planned in between. Whatever is asked of a device happens in the
+order in which it was asked: blocks that are read or written between two steps are those of all steps launched before.
+On a CPU the device is this thread.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from kernels.batch import Batch, Row, Sampled, Scored
+from kernels.batch import PENDING, Batch, Row, Sampled, Scored
 from kernels.kv.replay import Mode
+from kernels.memory_plan import STEP_TOKENS
+from kernels.models.host_draws import HostDraws, draw_rows, spans
 from kernels.models.load import choose_device, open_model
-from kernels.models.model import Draws, DrawsTokens, Dtype, Model, ModelInfo, OpenedModel, Progress
+from kernels.models.model import BadBatch, Draws, DrawsTokens, Dtype, Model, ModelInfo, OpenedModel, Progress
 from kernels.models.weights import BadWeights
 from kernels.ops.allocator import keep_freed_memory
 from kernels.ops.row_tiles import NotInvariant
-from kernels.ops.sampler import Draw, UnusableLogits, sample, score
+from kernels.ops.sampler import UnusableLogits, score
 
 DEFAULT_KV_BYTES = 1 << 30
 DEFAULT_WINDOWS = 32
@@ -37,7 +41,7 @@ class Step:
     logits: Tensor
     """[wanted tokens, vocab_size] fp32: those that `Row.wanted` names, row by row. On a GPU, until the next launch."""
     draws: Draws | None = None
-    """Tokens that the device has been told to sample; None where the host samples at collect."""
+    """Tokens that the device has been told to sample; None until it is, and where the host samples at collect."""
 
     def with_masks(self, masks: Mapping[int, bytes]) -> Step:
         """The same step with allowed masks, by sequence: only sampling needs them, so they are filled while it runs."""
@@ -59,6 +63,7 @@ class Executor:
         threads: int,
         weights_digest: bytes,
         invariant: bool = True,
+        run_ahead: bool | None = None,
     ) -> None:
         """`load` is the way in."""
         self.config: ModelInfo = model.info
@@ -77,6 +82,12 @@ class Executor:
         self._model = model
         self._model_dir = model_dir
         self._invariant = invariant
+        self._drawer: DrawsTokens | None = HostDraws() if run_ahead else None
+        if isinstance(model, DrawsTokens):
+            self._drawer = model
+        self.runs_ahead = self._drawer is not None and run_ahead is not False
+        """A step may be launched before the one before is collected; its rows may hold PENDING."""
+        self._is_undrawn = False
 
     @classmethod
     @torch.inference_mode()
@@ -93,6 +104,8 @@ class Executor:
         threads: int = 2,
         device: str | None = None,
         invariant: bool = True,
+        run_ahead: bool | None = None,
+        step_tokens: int = STEP_TOKENS,
         progress: Progress | None = None,
     ) -> Executor:
         """Read a model folder, pack its weights and prove which row counts are bit-equal here.
@@ -101,9 +114,11 @@ class Executor:
         device: None takes a GPU where there is one that this model and dtype run on.  invariant: a token's bits do not
         depend on its batch; False is for measuring what that costs on a GPU.  num_windows: sequences that
         can be computed at a time, where the model has windows.  replay: how windows are rebuilt after a hit; part of
-        the fingerprint, for what other than "off" computes is not what a cold run would have.
+        the fingerprint, for what other than "off" computes is not what a cold run would have.  run_ahead: what
+        `runs_ahead` says; None is what suits the device, and on a CPU True draws at launch, as a GPU does.
+        step_tokens: most of a step, for which a GPU keeps memory.
 
-        Raises ModelNotSupported, BadWeights, NotInvariant, or ValueError for a setting that cannot be.
+        Raises ModelNotSupported, BadWeights, NotInvariant, NoRoom, or ValueError for a setting that cannot be.
         """
         torch.set_num_threads(threads)
         keep_freed_memory()
@@ -115,6 +130,7 @@ class Executor:
             device=torch.device(device) if device else choose_device(model_dir, dtype),
             invariant=invariant,
             progress=progress or _silent,
+            step_tokens=step_tokens,
         )
         blocks = _count_blocks(opened, kv_bytes, num_blocks)
         windows = num_windows + 1 if opened.window else 0
@@ -129,6 +145,7 @@ class Executor:
             threads=threads,
             weights_digest=digest,
             invariant=invariant,
+            run_ahead=run_ahead,
         )
 
     @property
@@ -183,49 +200,44 @@ class Executor:
         report("warm up", len(splits) + 1, len(splits) + 1)
 
     @torch.inference_mode()
-    def launch(self, batch: Batch) -> Step:
+    def launch(self, batch: Batch, *, masks_follow: bool = False) -> Step:
         """Compute a step.  Raises BadBatch before anything is changed.
 
-        A GPU computes it after this returns; then a row may hold PENDING instead of a token that is still being drawn.
+        A GPU computes it after this returns. Where the executor runs ahead, a row may hold PENDING instead of a token
+        that the step launched before is still drawing.  masks_follow: some rows' masks are not known yet; nothing is
+        drawn before `draw` brings them, which must be before the next launch.
         """
-        logits = self._forward(batch, every_row=False)
-        return Step(batch, logits, self._model.draw(batch, logits) if isinstance(self._model, DrawsTokens) else None)
+        if self._is_undrawn and any(PENDING in row.token_ids for row in batch.rows):
+            raise BadBatch("the step before was not drawn: no token is on its way")
+        if isinstance(self._drawer, HostDraws):
+            batch = self._drawer.known(batch)
+        step = Step(batch, self._forward(batch, every_row=False))
+        self._is_undrawn = masks_follow
+        return step if masks_follow else self.draw(step)
+
+    @torch.inference_mode()
+    def draw(self, step: Step, masks: Mapping[int, bytes] | None = None) -> Step:
+        """Tell the device to draw the newest step, under these allowed masks by sequence; nothing is waited for."""
+        step = step.with_masks(masks or {})
+        self._is_undrawn = False
+        if self._drawer is None or step.draws is not None:
+            return step
+        return replace(step, draws=self._drawer.draw(step.batch, step.logits))
 
     @torch.inference_mode()
     def collect(self, step: Step) -> tuple[Sampled, ...]:
         """One token per row that wants one, in row order. A row without usable logits says so in `problem`.
 
-        A step with masks is drawn here, so before the next launch.
+        A step that was not drawn yet is drawn here, so before the next launch.
         """
-        if isinstance(self._model, DrawsTokens):
-            return (step.draws or self._model.draw(step.batch, step.logits)).wait()
-        rows = [row for row in step.batch.rows if row.sampling]
-        draws = [_draw(row) for row in rows]
-        logits = step.logits
-        if len(rows) < len(logits):  # some rows score their tokens
-            logits = logits[[span[-1] for row, span in _spans(step.batch) if row.sampling]]
-        problems: dict[int, str] = {}
-        try:
-            choices = sample(logits, draws)
-        except UnusableLogits as error:
-            problems = error.reasons
-            fine = [index for index in range(len(rows)) if index not in problems]
-            choices = sample(logits[fine], [draws[index] for index in fine])
-        remaining = iter(choices)
-        sampled = []
-        for index, row in enumerate(rows):
-            if index in problems:
-                sampled.append(Sampled(row.sequence, -1, problem=problems[index]))
-            else:
-                choice = next(remaining)
-                sampled.append(Sampled(row.sequence, choice.token_id, choice.logprob, choice.top))
-        return tuple(sampled)
+        drawn = self.draw(step).draws if step.draws is None else step.draws
+        return drawn.wait() if drawn is not None else draw_rows(step.batch, step.logits)
 
     @torch.inference_mode()
     def score(self, step: Step) -> dict[int, tuple[Scored, ...]]:
         """The logprobs of each row's targets, by sequence; nothing for a row whose logits are unusable."""
         found = {}
-        for row, span in _spans(step.batch):
+        for row, span in spans(step.batch):
             if not row.targets:
                 continue
             logits = step.logits[span[0] : span[0] + len(row.targets)]
@@ -258,6 +270,11 @@ class Executor:
     def write_block(self, block_id: int, payload: bytes | bytearray | memoryview) -> None:
         """Fill a block with layout.block_bytes bytes; ValueError for any other size or for the null block."""
         self._model.write_block(block_id, payload)
+
+    @torch.inference_mode()
+    def take_block(self, block_id: int, payload: bytes | bytearray | memoryview) -> int:
+        """As `write_block`, from memory that others may write meanwhile; return the CRC-32 of what the block holds."""
+        return self._model.take_block(block_id, payload)
 
     @torch.inference_mode()
     def read_window(self, slot: int, *, encoder_only: bool = False) -> bytes:
@@ -293,20 +310,6 @@ def _count_blocks(opened: OpenedModel, kv_bytes: int | None, num_blocks: int | N
             " at least 2 are needed (one is the null block)"
         )
     return count
-
-
-def _spans(batch: Batch) -> Iterator[tuple[Row, range]]:
-    """Each row, and which of a step's logits are its."""
-    start = 0
-    for row in batch.rows:
-        end = start + len(row.wanted())
-        yield row, range(start, end)
-        start = end
-
-
-def _draw(row: Row) -> Draw:
-    assert row.sampling is not None, "only rows that want a token are drawn for"
-    return Draw(row.sampling, row.position + len(row.token_ids), row.history, row.num_prompt_tokens, row.allowed_mask)
 
 
 def _silent(_stage: str, _done: int, _total: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from isal.isal_zlib import crc32
 from torch import Tensor
 
 from kernels.kv.layout import KvLayout
@@ -31,12 +32,28 @@ class BlockBytes:
 
     def write_block(self, block_id: int, payload: bytes | bytearray | memoryview) -> None:
         """Replace a block; ValueError unless the payload is layout.block_bytes long."""
+        self._blocks[block_id].copy_(self._checked(block_id, payload))
+
+    def take_block(self, block_id: int, payload: bytes | bytearray | memoryview) -> int:
+        """As `write_block`, from memory that others may write meanwhile; return the CRC-32 of what the block holds.
+
+        On a CPU the block itself is summed, while it is still in cache; for a GPU the copy that is sent there.
+        """
+        taken = self._checked(block_id, payload)
+        if self._blocks.is_cpu:
+            self._blocks[block_id].copy_(taken)
+            return crc32(self._blocks[block_id].numpy())
+        taken = taken.clone()
+        self._blocks[block_id].copy_(taken)
+        return crc32(taken.numpy())
+
+    def _checked(self, block_id: int, payload: bytes | bytearray | memoryview) -> Tensor:
         self._check_block(block_id)
         if len(payload) != self.layout.block_bytes:
             raise ValueError(f"a block has {self.layout.block_bytes} bytes, the payload {len(payload)}")
         if memoryview(payload).readonly:  # torch takes writable memory only
             payload = bytearray(payload)
-        self._blocks[block_id].copy_(torch.frombuffer(payload, dtype=torch.uint8))
+        return torch.frombuffer(payload, dtype=torch.uint8)
 
     def _check_block(self, block_id: int) -> None:
         if not 0 < block_id < self.num_blocks:

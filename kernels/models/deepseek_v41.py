@@ -104,6 +104,9 @@ class DeepseekV41:
     def write_block(self, block_id: int, payload: bytes | bytearray | memoryview) -> None:
         self.cache.write_block(block_id, payload)
 
+    def take_block(self, block_id: int, payload: bytes | bytearray | memoryview) -> int:
+        return self.cache.take_block(block_id, payload)
+
     def read_window(self, slot: int, *, encoder_only: bool) -> bytes:
         return self.cache.read_window(slot, encoder_only=encoder_only)
 

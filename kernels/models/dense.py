@@ -77,6 +77,9 @@ class DenseModel:
     def write_block(self, block_id: int, payload: bytes | bytearray | memoryview) -> None:
         self._cache.write_block(block_id, payload)
 
+    def take_block(self, block_id: int, payload: bytes | bytearray | memoryview) -> int:
+        return self._cache.take_block(block_id, payload)
+
     def read_window(self, slot: int, *, encoder_only: bool) -> bytes:  # noqa: ARG002 - there is nothing in either
         return b""
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from kernels.kv.replay import Mode
+from kernels.memory_plan import STEP_TOKENS
 from kernels.models.config import ModelNotSupported
 from kernels.models.deepseek_v41 import OpenedV41, numerics_of
 from kernels.models.dense import OpenedDense
@@ -25,13 +26,27 @@ def open_model(
     device: torch.device,
     progress: Progress,
     invariant: bool = True,
+    step_tokens: int = STEP_TOKENS,
 ) -> OpenedModel:
     """Read a folder's config.  block_tokens: None takes the model's own.  replay: other than off needs windows.
+
+    step_tokens: most of a step, for which a GPU keeps memory.
 
     Raises ModelNotSupported, BadWeights, or ValueError for a setting that cannot be.
     """
     config = model_dir / "config.json"
     if config.is_file() and is_v41(read_json(config)):
+        if _has_gpu_kernels(device, dtype):
+            from kernels.models.gpu.v41.opened import OpenedGpuV41  # needs Triton
+
+            return OpenedGpuV41(
+                model_dir,
+                block_tokens=block_tokens,
+                device=device,
+                invariant=invariant,
+                progress=progress,
+                step_tokens=step_tokens,
+            )
         return OpenedV41(
             model_dir, numerics=numerics_of(dtype), block_tokens=block_tokens, device=device, progress=progress
         )
@@ -41,7 +56,12 @@ def open_model(
         from kernels.models.gpu.dense import OpenedGpuDense  # needs Triton
 
         return OpenedGpuDense(
-            model_dir, block_tokens=block_tokens, device=device, invariant=invariant, progress=progress
+            model_dir,
+            block_tokens=block_tokens,
+            device=device,
+            invariant=invariant,
+            progress=progress,
+            step_tokens=step_tokens,
         )
     return OpenedDense(model_dir, dtype=dtype, block_tokens=block_tokens, device=device, progress=progress)
 
@@ -52,7 +72,7 @@ def choose_device(model_dir: Path, dtype: Dtype) -> torch.device:
     config = model_dir / "config.json"
     if not torch.cuda.is_available() or not _has_gpu_kernels(gpu, dtype) or not config.is_file():
         return torch.device("cpu")
-    return torch.device("cpu") if is_v41(read_json(config)) else gpu
+    return gpu
 
 
 def _has_gpu_kernels(device: torch.device, dtype: Dtype) -> bool:

@@ -142,18 +142,21 @@ def tile_for(rows: float, kind: Format) -> Tile:
     return SOME if rows <= SOME.rows else MANY[kind]
 
 
-def multiply(x: Tensor, weights: Weights, groups: Groups, *, num_out: int, tile: Tile | None = None) -> Tensor:
+def multiply(
+    x: Tensor, weights: Weights, groups: Groups, *, num_out: int, tile: Tile | None = None, wide: bool = False
+) -> Tensor:
     """Each position's row times its expert's matrix: out[targets[p]] = bf16(weights[expert of p] @ x[sources[p]]).
 
-    x: [rows, in] bf16, as an fp8 product sees it.  Returns [num_out, out] bf16; rows that are no target are garbage.
+    x: [rows, in] bf16, as an fp8 product sees it.  wide: leave sums as they are.  Returns [num_out, out] bf16, or fp32
+    when `wide`; rows that are no target are garbage.
     """
     check(
         x.dtype == torch.bfloat16 and x.is_contiguous() and x.shape[1] == weights.size, "rows are bf16, of the matrix"
     )
     check(weights.size % DEPTH == 0, f"rows are of {DEPTH}s")
     if not runs_kernels(x):
-        return _multiply_twin(x, weights, groups, num_out)
-    out = torch.empty(num_out, weights.out, dtype=x.dtype, device=x.device)
+        return _multiply_twin(x, weights, groups, num_out, wide=wide)
+    out = torch.empty(num_out, weights.out, dtype=torch.float32 if wide else x.dtype, device=x.device)
     _launch(x, weights, groups, None, out, None, 0.0, tile)
     return out
 
@@ -185,12 +188,15 @@ def multiply_gated(
     return out
 
 
-def _multiply_twin(x: Tensor, weights: Weights, groups: Groups, num_out: int) -> Tensor:
-    out = torch.full((num_out, weights.out), float("nan"), dtype=x.dtype, device=x.device)
+def _multiply_twin(x: Tensor, weights: Weights, groups: Groups, num_out: int, *, wide: bool = False) -> Tensor:
+    dtype = torch.float32 if wide else x.dtype
+    out = torch.full((num_out, weights.out), float("nan"), dtype=dtype, device=x.device)
     start = 0
     for expert, end in enumerate(groups.ends.tolist()):
+        if start == end:
+            continue  # its matrix need not be unpacked
         rows = x[groups.sources[start:end].long()].float()
-        out[groups.targets[start:end].long()] = (rows @ weights.dense(expert).T).bfloat16()
+        out[groups.targets[start:end].long()] = (rows @ weights.dense(expert).T).to(dtype)
         start = end
     return out
 
@@ -229,6 +235,7 @@ def _launch(
         EXPERTS_BLOCK=power_of_two(weights.experts),
         GATED=gated is not None,
         WEIGHED=factors is not None,
+        WIDE=out.dtype == torch.float32,
         ROWS=cut.rows,
         OUTS=outs,
         FLIPPED=cut.rows < 64 or weights.format == "fp8",
@@ -274,7 +281,7 @@ def _halves(
 
 
 @triton.jit
-def _grouped_kernel(
+def _grouped_kernel(  # noqa: PLR0915 - one pass over a tile
     x: tl.tensor,
     data: tl.tensor,
     scale: tl.tensor,
@@ -291,6 +298,7 @@ def _grouped_kernel(
     EXPERTS_BLOCK: tl.constexpr,
     GATED: tl.constexpr,
     WEIGHED: tl.constexpr,
+    WIDE: tl.constexpr,
     ROWS: tl.constexpr,
     OUTS: tl.constexpr,
     FLIPPED: tl.constexpr,
@@ -337,7 +345,9 @@ def _grouped_kernel(
                 acc = dot(high, tl.trans(x_high), dot(low, tl.trans(x_low), acc))
             else:
                 acc = dot(x_high, tl.trans(high), dot(x_low, tl.trans(low), acc))
-        values = bf16(tl.trans(acc) if FLIPPED else acc)
+        values = tl.trans(acc) if FLIPPED else acc
+        if not WIDE:
+            values = bf16(values)
         if GATED:
             pairs = tl.permute(tl.reshape(values, (ROWS, OUTS // 16, 2, 8)), (0, 1, 3, 2))
             gate, up = tl.split(pairs)
@@ -349,4 +359,4 @@ def _grouped_kernel(
             values = fp8_round_trip(values, OUTS // 64)
             column = (local // count) * (OUTS // 2) + tl.arange(0, OUTS // 2)
         place = target[:, None] * width + column[None, :]
-        tl.store(result + place, values.to(tl.bfloat16), mask=is_mine[:, None] & (column < width)[None, :])
+        tl.store(result + place, values.to(result.dtype.element_ty), mask=is_mine[:, None] & (column < width)[None, :])

@@ -20,12 +20,13 @@ from kernels.ops.quant import fp8_round_trip as fp8_round_trip_twin
 
 
 def round_fp8(x: Tensor) -> Tensor:
-    """What an fp8 product sees of rows: [..., size] bf16 -> like it, contiguous."""
-    check(x.dtype == torch.bfloat16 and x.shape[-1] % GROUP == 0, "rows are bf16, a multiple of 32 values long")
+    """What an fp8 product sees of rows: [..., size] bf16 or fp32 -> bf16 of that shape, contiguous."""
+    kinds = {torch.bfloat16, torch.float32}
+    check(x.dtype in kinds and x.shape[-1] % GROUP == 0, "rows are bf16 or fp32, a multiple of 32 values long")
     if not runs_kernels(x):
         return fp8_round_trip_twin(x.float()).bfloat16()
     rows = x.reshape(-1, x.shape[-1])
-    out = torch.empty_like(rows)
+    out = torch.empty(rows.shape, dtype=torch.bfloat16, device=x.device)
     block = power_of_two(rows.shape[1])
     _round_kernel[(len(rows),)](rows, out, rows.stride(0), SIZE=rows.shape[1], BLOCK=block, num_warps=_warps(block))
     return out.view(x.shape)

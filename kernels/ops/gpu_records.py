@@ -79,12 +79,14 @@ def store_ring(records: Tensor, ring: Section, tokens: Tensor, slots: Tensor, pl
 
     records: [n, record bytes] uint8.  tokens, slots, places: [stored] int64.
     """
-    check(records.shape[1] == ring.record_bytes and ring.record_bytes % 16 == 0, "records are the ring's, of 16 bytes")
+    check(records.shape[1] == ring.record_bytes and ring.record_bytes % 2 == 0, "records are the ring's, of 2 bytes")
     if not runs_kernels(records):
         ring.put(slots, places, records[tokens])
         return
     if len(tokens):
-        wide, pool = records.view(torch.int32), ring.pool.view(torch.int32)
+        sizes = (ring.record_bytes, ring.offset, ring.pool.shape[1])
+        unit = torch.int32 if all(size % 4 == 0 for size in sizes) else torch.int16
+        wide, pool, size = records.view(unit), ring.pool.view(unit), unit.itemsize
         _ring_kernel[(len(tokens),)](
             wide,
             pool,
@@ -92,9 +94,9 @@ def store_ring(records: Tensor, ring: Section, tokens: Tensor, slots: Tensor, pl
             slots,
             places,
             pool.shape[1],
-            ring.offset // 4,
-            RECORD=ring.record_bytes // 4,
-            BLOCK=triton.next_power_of_2(ring.record_bytes // 4),
+            ring.offset // size,
+            RECORD=ring.record_bytes // size,
+            BLOCK=triton.next_power_of_2(ring.record_bytes // size),
             num_warps=1,
         )
 

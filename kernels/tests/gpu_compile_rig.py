@@ -29,7 +29,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from kernels.ops.engram import hash_tables
-from kernels.ops.gpu_attention import CHUNK, SINGLE
+from kernels.ops.gpu_attention import CHUNK, LONG_PART_TOKENS, SINGLE
 from kernels.ops.gpu_attention import attend as attend_dense
 from kernels.ops.gpu_engram import HashNumbers, add_memory, read_rows, table_rows
 from kernels.ops.gpu_grouped import Format, Groups, Weights, multiply, multiply_gated
@@ -56,6 +56,7 @@ from kernels.ops.gpu_step import fill_tokens, update_tables
 from kernels.ops.gpu_swiglu import swiglu
 from kernels.ops.gpu_varlen import lay_out
 from kernels.ops.hyper import Coefficients
+from kernels.tests import gpu_v41_launches as launches
 
 SM90 = GPUTarget("cuda", 90, 32)
 
@@ -225,6 +226,10 @@ def dense_attention(heads: Heads, splits: int) -> None:
     if splits == 1:
         attend_dense(queries, i32(17, 4), heads, dense_paging(heads), shape=CHUNK)
     attend_dense(queries, i32(40, 4), heads, dense_paging(heads), splits=splits, shape=SINGLE)
+    forms = partial(attend_dense, window=128, sinks=fp32(heads.num_heads))
+    if splits == 1:
+        forms(queries, i32(17, 4), heads, dense_paging(heads), shape=CHUNK)
+    forms(queries, i32(40, 4), heads, dense_paging(heads), splits=splits, shape=SINGLE, part=LONG_PART_TOKENS)
 
 
 def dense_products(rows: int, columns: int, depth: int) -> None:
@@ -302,7 +307,8 @@ def v41_index(source: int) -> None:
     score(queries, weights, keys, i32(3, 3), seen, width=131_072, block_size=8)
     select(bf16(tokens, 16_384), seen, count=2048)
     score_candidates(queries, weights, keys, i32(tokens), seen, i32(tokens, 2048), block_size=8)
-    select(bf16(tokens, 16_384), seen, count=512)
+    select(bf16(tokens, 16_384), seen, count=512, by_maxima=False)
+    select(bf16(tokens, 131_072), seen, count=512, by_maxima=True)
     locate(i32(tokens, 512), keys, i32(tokens), i32(tokens, 2048), block_size=8)
     locate(i32(tokens, 512), keys, i32(tokens))
 
@@ -401,6 +407,18 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
     for tokens, is_invariant in ((8, False), (8, True), (4000, False)):
         yield f"v41 streams {tokens} {is_invariant}", partial(v41_streams, tokens, is_invariant=is_invariant)
     yield "v41 memory", v41_memory
+    yield from whole_steps()
+
+
+def whole_steps() -> Iterator[tuple[str, Callable[[], None]]]:
+    """V4.1's steps as the model launches them, at the published dimensions and at the tiny model's."""
+    for name, model in (("real", launches.real), ("tiny", launches.tiny)):
+        wide, packed = model("bf16"), model("fp4")
+        for tokens in (1, 64, 256):
+            for context in (512, 131_072):
+                yield f"v41 step {name} {tokens} {context}", partial(launches.captured_step, wide, tokens, context)
+        yield f"v41 step {name} fp4", partial(launches.captured_step, packed, 16, 4096)
+        yield f"v41 step {name} chunk", partial(launches.chunk, packed, 2000, kept=140)
 
 
 def distinct() -> dict[tuple[str, str], tuple[ASTSource, dict[str, Any], str]]:
@@ -411,6 +429,14 @@ def distinct() -> dict[tuple[str, str], tuple[ASTSource, dict[str, Any], str]]:
             source, options = source_of(launch)
             found.setdefault((source.hash(), repr(options)), (source, options, name))
     return found
+
+
+def tell_steps() -> None:
+    """Print a JSON line for each whole step: how much it launches, and what."""
+    for name, case in whole_steps():
+        made = caught(case)
+        names = sorted({f"{each.kernel.module.rpartition('.')[2]}.{each.kernel.__name__}" for each in made})
+        print(json.dumps({"case": name, "launches": len(made), "kernels": len(names), "names": names}))  # noqa: T201 - as below
 
 
 def main(wanted: str) -> None:

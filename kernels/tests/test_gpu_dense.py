@@ -7,7 +7,15 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed: its kernels cannot be interpreted")
 
-from kernels.ops.gpu_attention import PART_TOKENS, Shape, attend, tokens_per_tile, twin_attend
+from kernels.ops.gpu_attention import (
+    LONG_PART_TOKENS,
+    PART_TOKENS,
+    Shape,
+    attend,
+    part_tokens,
+    tokens_per_tile,
+    twin_attend,
+)
 from kernels.ops.gpu_launch import interpreted
 from kernels.ops.gpu_linear import Tile, linear, linear_parts, linear_swiglu, twin_linear
 from kernels.ops.gpu_norm import add_rms_norm, twin_add_rms_norm
@@ -125,6 +133,50 @@ def test_sharing_keys_among_programs_changes_no_bit(splits: int) -> None:
     assert torch.equal(whole, shared)
     assert not whole[3].any()
     torch.testing.assert_close(twin_attend(queries, tiles, heads, place), whole, rtol=0.02, atol=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("window", "has_sinks", "part"), [(0, True, 128), (100, True, 128), (150, False, 256)])
+def test_windows_and_sinks_equal_the_twin_in_any_cut(window: int, has_sinks: bool, part: int) -> None:
+    """A chunk, its tokens alone, and their keys shared out give the same bits; what left every window is never read."""
+    heads, before, count, block_tokens = Heads(3, 1, 16), 290, 5, 16
+    place = paging(num_blocks=42, block_tokens=block_tokens, heads=heads, rows=2, most=20)
+    for at in range(320):
+        if at >= before + count or (window and at <= before - window):
+            place.layer[place.tables[1, at // block_tokens], :, at % block_tokens] = float("nan")
+    queries = bf16(count + 2, heads.num_heads * heads.head_dim)
+    sinks = torch.randn(heads.num_heads) * 2 if has_sinks else None
+    shape = Shape(rows=16)
+    most = tokens_per_tile(heads, shape)
+    chunk = [(1, at, min(most, count - at), before + at) for at in range(0, count, most)]
+    others = [(2, count, 1, 3), (0, count + 1, 0, 0)]
+    singles = torch.tensor([(1, at, 1, before + at) for at in range(count)] + others, dtype=torch.int32)
+
+    expected = twin_attend(queries, singles, heads, place, window=window, sinks=sinks)
+    with interpreted():
+        whole = attend(
+            queries,
+            torch.tensor(chunk + others, dtype=torch.int32),
+            heads,
+            place,
+            shape=shape,
+            part=part,
+            window=window,
+            sinks=sinks,
+        )
+        shared = attend(queries, singles, heads, place, splits=2, shape=shape, part=part, window=window, sinks=sinks)
+
+    torch.testing.assert_close(expected, whole, rtol=0.02, atol=0.01)
+    assert torch.equal(whole, shared)
+    assert not whole[-1].any()
+
+
+def test_long_parts_are_for_steps_that_fill_the_device() -> None:
+    """Of Llama-8B's steps all measured ones but a lone sequence; never fewer for more sequences or longer ones."""
+    assert PART_TOKENS == part_tokens(1, 8, 1024)
+    assert {LONG_PART_TOKENS} == {part_tokens(*step) for step in ((8, 8, 8192), (64, 8, 1024), (256, 8, 1024))}
+    lengths = [part_tokens(count, 8, context) for context in (100, 1000, 9000) for count in (1, 2, 30, 1000)]
+    assert all(a <= b for at in (0, 4, 8) for a, b in zip(lengths[at : at + 4], lengths[at + 1 : at + 4], strict=False))
 
 
 @pytest.mark.slow

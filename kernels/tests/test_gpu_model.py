@@ -5,17 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 pytest.importorskip("triton", reason="Triton is not installed: its kernels cannot be interpreted")
 
 from kernels.batch import PENDING, Batch, Row, SamplingParams
 from kernels.executor import Executor
-from kernels.kv.layout import KvLayout
-from kernels.models.config import parse_config
 from kernels.models.gpu.dense import OpenedGpuDense
 from kernels.models.gpu.tables import TableRows
-from kernels.models.gpu.weights import NoRoom, plan_memory
 from kernels.models.model import BadBatch
+from kernels.ops.ranges import profiled
 from kernels.tests.tiny_models import FAMILIES, plain_forward, write_tiny
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -159,22 +158,17 @@ def test_masks_that_come_late_and_scores_are_heeded(executor: Executor) -> None:
     assert IDS[1:6] == [each.token_id for each in executor.score(step)[4]]
 
 
-def test_memory_is_planned_before_anything_is_loaded() -> None:
-    """As many blocks as fit, or the number asked for, or an error that says what is missing."""
-    config = parse_config(FAMILIES["llama"], {})
-    layout = KvLayout.dense(num_layers=2, block_tokens=128, num_kv_heads=2, head_dim=16, dtype="bf16")
-    free = 4 << 30
-    plan = plan_memory(config, layout, free=free, num_blocks=None)
-    assert (
-        plan.weights + plan.workspace + plan.blocks
-        <= free
-        < plan.weights + plan.workspace + plan.blocks + layout.block_bytes
-    )
-    assert 10 == plan_memory(config, layout, free=free, num_blocks=10).num_blocks
-    with pytest.raises(NoRoom, match=f"at most {plan.num_blocks} blocks fit"):
-        plan_memory(config, layout, free=free, num_blocks=plan.num_blocks + 1)
-    with pytest.raises(NoRoom, match="at most 0 blocks fit"):
-        plan_memory(config, layout, free=1 << 20, num_blocks=None)
+@pytest.mark.slow
+def test_a_profiler_sees_steps_and_groups_of_layers(executor: Executor) -> None:
+    """When one wants to; the same tokens as without."""
+    batch = Batch((Row(50, IDS[:9], 0, (1,), GREEDY),))
+    expected = executor.collect(executor.launch(batch))
+    with profile(activities=[ProfilerActivity.CPU]) as seen, profiled():
+        got = executor.collect(executor.launch(batch))
+
+    assert expected == got
+    if not torch.cuda.is_available():  # there NVTX has them
+        assert {"mixed step", "layers 0..1", "draw"} <= {each.key for each in seen.key_averages()}
 
 
 def test_the_device_is_told_only_what_changed() -> None:

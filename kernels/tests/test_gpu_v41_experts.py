@@ -29,7 +29,7 @@ from kernels.ops.gpu_grouped import (
 from kernels.ops.gpu_launch import interpreted
 from kernels.ops.gpu_matmul import Fp8Tile, Matrix, every_row, fp8_product, product
 from kernels.ops.gpu_moe import combine, group, route
-from kernels.ops.gpu_quant import quantise_rows
+from kernels.ops.gpu_quant import quantise_rows, round_fp8
 
 EXPERTS, TOP, TOKENS, SIZE, OUT = 3, 2, 7, 128, 64
 
@@ -145,3 +145,17 @@ def test_experts_are_added_in_the_order_of_slots() -> None:
     assert torch.equal(expected, got)
     assert torch.equal(shared[3], got[3])
     assert torch.equal(torch.zeros(40), without[3].float())
+
+
+def test_sums_can_be_left_unrounded() -> None:
+    """For rows that go to fp8 at once: the kernel's fp32, and its rounding, are the twins'."""
+    x, rows = draw(4, SIZE, seed=2).bfloat16(), every_row(4, torch.device("cpu"))
+    one = Weights("bf16", weights("bf16").data[:1], weights("bf16").scale, SIZE)
+    expected = multiply(x, one, rows, num_out=4, wide=True)
+    with interpreted():
+        got = multiply(x, one, rows, num_out=4, wide=True)
+        rounded = round_fp8(got)
+
+    assert torch.float32 == got.dtype == expected.dtype
+    torch.testing.assert_close(expected, got, rtol=1e-5, atol=1e-5)
+    assert torch.equal(fp8_round_trip(got).bfloat16(), rounded)

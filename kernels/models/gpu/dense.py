@@ -16,26 +16,22 @@ from kernels.batch import PENDING, Batch, Row
 from kernels.kv.cache import KvCache
 from kernels.kv.layout import KvLayout
 from kernels.kv.window import WindowSpec
+from kernels.memory_plan import STEP_TOKENS, MemoryPlan, plan_blocks
 from kernels.models.config import ModelConfig, read_config
 from kernels.models.gpu.draws import Draw, Drawer
 from kernels.models.gpu.forward import Stack, Tokens
-from kernels.models.gpu.graphs import DecodeGraphs
+from kernels.models.gpu.graphs import SIZES, DecodeGraphs
+from kernels.models.gpu.memory import as_planned, dense_need, free_bytes, reserve
 from kernels.models.gpu.staging import Staging
 from kernels.models.gpu.tables import TableRows
-from kernels.models.gpu.weights import (
-    GpuWeights,
-    MemoryPlan,
-    check_supported,
-    heads_of,
-    load_weights,
-    plan_memory,
-)
+from kernels.models.gpu.weights import GpuWeights, check_supported, heads_of, load_weights
 from kernels.models.llama import check_tensors
 from kernels.models.model import BadBatch, Progress
 from kernels.models.weights import Weights, open_weights
 from kernels.ops.gpu_attention import CHUNK, tokens_per_tile
 from kernels.ops.gpu_rope_cache import Paging
 from kernels.ops.gpu_step import fill_tokens, update_tables
+from kernels.ops.ranges import named
 
 _RECIPE = "dense-gpu-1"
 DEFAULT_BLOCK_TOKENS = 128
@@ -108,8 +104,10 @@ class GpuDense:
             len(row.token_ids) == 1 and not row.targets and (every_row or row.sampling is not None) for row in rows
         ):
             positions = [row.position for row in rows]
-            return self._decode.run([ids[0] for ids in token_ids], lines, positions, changes, self._tables)
-        return self._stack.forward(self._lay_out(rows, token_ids, lines, changes, every_row=every_row))
+            with named("decode step"):
+                return self._decode.run([ids[0] for ids in token_ids], lines, positions, changes, self._tables)
+        with named("mixed step"):
+            return self._stack.forward(self._lay_out(rows, token_ids, lines, changes, every_row=every_row))
 
     def draw(self, batch: Batch, logits: Tensor) -> Draw:
         rows, places, start = [], [], 0
@@ -122,7 +120,8 @@ class GpuDense:
             logits = logits[torch.tensor(places, dtype=torch.int64, device=logits.device)]
         padded = self._decode.padded
         is_decode = padded is not None and padded.data_ptr() == logits.data_ptr()
-        return self._drawer.draw(rows, logits, padded if is_decode else None)
+        with named("draw"):
+            return self._drawer.draw(rows, logits, padded if is_decode else None)
 
     def read_block(self, block_id: int) -> bytes:
         return self._cache.read_block(block_id)
@@ -132,6 +131,9 @@ class GpuDense:
 
     def write_block(self, block_id: int, payload: bytes | bytearray | memoryview) -> None:
         self._cache.write_block(block_id, payload)
+
+    def take_block(self, block_id: int, payload: bytes | bytearray | memoryview) -> int:
+        return self._cache.take_block(block_id, payload)
 
     def read_window(self, slot: int, *, encoder_only: bool) -> bytes:  # noqa: ARG002 - there is nothing in either
         return b""
@@ -229,8 +231,12 @@ class OpenedGpuDense:
         progress: Progress,
         invariant: bool = True,
         weights: Weights | None = None,
+        step_tokens: int = STEP_TOKENS,
     ) -> None:
-        """weights: the folder's own unless given.  Raises ModelNotSupported or BadWeights."""
+        """weights: the folder's own unless given.  step_tokens: most of a step, for which memory is kept.
+
+        Raises ModelNotSupported or BadWeights.
+        """
         self._path, self._device, self._progress, self._invariant = model_dir, device, progress, invariant
         self._config = read_config(model_dir)
         check_supported(self._config)
@@ -240,6 +246,9 @@ class OpenedGpuDense:
             num_kv_heads=self._config.num_kv_heads,
             head_dim=self._config.head_dim,
             dtype="bf16",
+        )
+        self._need = dense_need(
+            self._config, self.layout, step_tokens=step_tokens, graph_sizes=SIZES, num_sequences=MOST_SEQUENCES
         )
         self._weights = weights or open_weights(model_dir, progress)
 
@@ -251,14 +260,22 @@ class OpenedGpuDense:
 
     def plan(self, num_blocks: int | None) -> MemoryPlan:
         """What of the device's free memory goes where.  num_blocks: None takes as many as fit.  Raises NoRoom."""
-        free, _ = torch.cuda.mem_get_info(self._device)
-        return plan_memory(self._config, self.layout, free=free, num_blocks=num_blocks)
+        return plan_blocks(
+            self._need, free=free_bytes(self._device), block_bytes=self.layout.block_bytes, num_blocks=num_blocks
+        )
 
     def build(self, *, num_blocks: int, num_windows: int) -> GpuDense:  # noqa: ARG002 - it has no windows
-        """Say how memory is used, or raise NoRoom before anything is loaded."""
-        if self._device.type == "cuda":
-            plan = self.plan(num_blocks)
-            self._progress(plan.describe(), 1, 1)
+        """Say how memory is used, or raise NoRoom before anything is loaded; afterwards all of it is this process's."""
+        if self._device.type != "cuda":
+            return self._build(num_blocks)
+        plan = self.plan(num_blocks)
+        self._progress(plan.describe(), 1, 1)
+        with as_planned(plan):
+            model = self._build(num_blocks)
+            reserve(self._device, plan.workspace)
+        return model
+
+    def _build(self, num_blocks: int) -> GpuDense:
         check_tensors(self._config, self._weights, self._path)
         weights = load_weights(self._config, self._weights, self._device, self._progress)
         return GpuDense(self._config, weights, self.layout, num_blocks, self._device, invariant=self._invariant)

@@ -8,11 +8,12 @@ from torch import Tensor
 
 from kernels.models.config import ModelConfig
 from kernels.models.gpu.weights import GpuWeights, heads_of
-from kernels.ops.gpu_attention import SINGLE, Shape, attend
+from kernels.ops.gpu_attention import PART_TOKENS, SINGLE, Shape, attend
 from kernels.ops.gpu_linear import MOST_GATED_ROWS, library_linear, linear, linear_parts, linear_swiglu, parts_for
 from kernels.ops.gpu_norm import add_rms_norm
 from kernels.ops.gpu_rope_cache import Paging, rope_and_store
 from kernels.ops.gpu_swiglu import swiglu
+from kernels.ops.ranges import grouped
 
 _FUSED_ROWS = 64
 """Up to this many rows our own tiles are faster than the library: they start before the kernel before them ends."""
@@ -38,6 +39,8 @@ class Tokens:
     """[wanted] int64: tokens whose logits are wanted; None wants all."""
     wanted_tiles: Tensor | None = None
     """Tiles that cover at least the wanted tokens."""
+    part: int = PART_TOKENS
+    """Keys of attention's parts."""
 
 
 class Stack:
@@ -49,7 +52,7 @@ class Stack:
         self._paging = layers
         self._heads = heads_of(config)
         self._eps = config.norm_eps
-        self._invariant = invariant
+        self.invariant = invariant
 
     def forward(self, at: Tokens) -> Tensor:
         """Logits of the wanted tokens, [wanted, vocab_size] fp32; K and V of all tokens go to their blocks."""
@@ -57,14 +60,15 @@ class Stack:
         residual = weights.embedding[at.token_ids]
         x = add_rms_norm(None, residual, weights.layers[0].attention_norm, eps=self._eps)
         norms = [*(layer.attention_norm for layer in weights.layers[1:]), weights.norm]
-        for index, (layer, paging, norm) in enumerate(zip(weights.layers, self._paging, norms, strict=True)):
+        layers = zip(weights.layers, self._paging, norms, strict=True)
+        for index, (layer, paging, norm) in enumerate(grouped(layers, "layers")):
             qkv = self._summed_later(x, layer.qkv)
             queries = rope_and_store(qkv, at.rows, at.positions, self._heads, layer.turning, paging)
             tiles, shape = at.tiles, at.shape
             is_last = index == len(norms) - 1
             if is_last and at.wanted_tiles is not None:
                 tiles, shape = at.wanted_tiles, SINGLE
-            attended = attend(queries, tiles, self._heads, paging, splits=at.splits, shape=shape)
+            attended = attend(queries, tiles, self._heads, paging, splits=at.splits, shape=shape, part=at.part)
             if is_last and at.wanted is not None:  # nobody looks at the others any more
                 attended, residual = attended[at.wanted], residual[at.wanted]
             added = self._summed_later(attended, layer.output)
@@ -75,17 +79,17 @@ class Stack:
 
     def _summed_later(self, x: Tensor, weight: Tensor) -> Tensor:
         """A product for a kernel that can add up parts."""
-        if self._invariant or len(x) > _SPLIT_ROWS:
+        if self.invariant or len(x) > _SPLIT_ROWS:
             return self._linear(x, weight)
         parts = parts_for(len(x), *weight.shape)
         return linear_parts(x, weight, parts=parts) if parts > 1 else linear(x, weight)
 
     def _linear(self, x: Tensor, weight: Tensor, *, wide: bool = False) -> Tensor:
-        if self._invariant or (len(x) <= _FUSED_ROWS and not wide):
+        if self.invariant or (len(x) <= _FUSED_ROWS and not wide):
             return linear(x, weight, wide=wide)
         return library_linear(x, weight, wide=wide)
 
     def _gated(self, x: Tensor, weight: Tensor) -> Tensor:
-        if len(x) <= (MOST_GATED_ROWS if self._invariant else _FUSED_ROWS):
+        if len(x) <= (MOST_GATED_ROWS if self.invariant else _FUSED_ROWS):
             return linear_swiglu(x, weight)
         return swiglu(self._linear(x, weight))

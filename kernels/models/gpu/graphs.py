@@ -15,13 +15,14 @@ from torch import Tensor
 
 from kernels.models.gpu.forward import Stack, Tokens
 from kernels.models.gpu.staging import Staging
+from kernels.ops.gpu_attention import FULL_PROGRAMS, PART_TOKENS, part_tokens
 from kernels.ops.gpu_rope_cache import Heads
 from kernels.ops.gpu_step import fill_tokens, update_tables
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
-_PROGRAMS = 264
-"""Two for each multiprocessor of an H200: with fewer, keys are shared among more programs."""
 _MOST_SPLITS = 32
+_CAPTURED_CONTEXT_TOKENS = 2048
+"""Contexts grow while a graph stays: with these, 8 sequences of 8B-like models are enough for long parts."""
 
 
 class DecodeGraphs:
@@ -83,5 +84,9 @@ class DecodeGraphs:
         rows, positions = (torch.empty(size, dtype=torch.int32, device=device) for _ in range(2))
         tiles = torch.empty(size, 4, dtype=torch.int32, device=device)
         fill_tokens(self._told_on_device, self._sampled, token_ids, rows, positions, tiles)
-        splits = min(_MOST_SPLITS, -(-_PROGRAMS // (size * self._kv_heads)))
-        return self._stack.forward(Tokens(token_ids, rows, positions, tiles, splits))
+        # With fewer programs than fill the device, keys are shared among more of them.
+        splits = min(_MOST_SPLITS, -(-FULL_PROGRAMS // (size * self._kv_heads)))
+        part = PART_TOKENS
+        if not self._stack.invariant:
+            part = part_tokens(size, self._kv_heads, _CAPTURED_CONTEXT_TOKENS)
+        return self._stack.forward(Tokens(token_ids, rows, positions, tiles, splits, part=part))

@@ -17,6 +17,7 @@ _ALIGN_BYTES = 64
 TORCH_DTYPES = {
     np.dtype(np.int32): torch.int32,
     np.dtype(np.int64): torch.int64,
+    np.dtype(np.float32): torch.float32,
     np.dtype(np.float64): torch.float64,
     np.dtype(np.uint8): torch.uint8,
 }

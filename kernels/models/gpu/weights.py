@@ -1,28 +1,17 @@
-"""Which tensors does a dense model keep on a GPU, and how much memory do they and the KV blocks take?"""
+"""Which tensors does a dense model keep on a GPU?"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 
 import torch
 from torch import Tensor
 
-from kernels.kv.layout import KvLayout
 from kernels.models.config import ModelConfig, ModelNotSupported
-from kernels.models.layers import expected_shapes, rope_table
+from kernels.models.layers import rope_table
 from kernels.models.model import Progress
 from kernels.models.weights import Weights
 from kernels.ops.gpu_rope_cache import Heads, Turning
-
-STEP_TOKENS = 16384
-"""Tokens of one step that the workspace is planned for."""
-_SPARE_BYTES = 2 << 30
-"""For the library's own workspaces, the graphs, and the allocator's slack."""
-
-
-class NoRoom(ValueError):  # noqa: N818 - named by meaning, like the service errors
-    """The device has less free memory than the model and its blocks need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,38 +36,6 @@ class GpuWeights:
     layers: tuple[GpuLayer, ...]
     norm: Tensor
     head: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryPlan:
-    """Bytes on the device."""
-
-    free: int
-    weights: int
-    workspace: int
-    blocks: int
-    num_blocks: int
-
-    def describe(self) -> str:
-        """One line for whoever starts the replica."""
-        return (
-            f"device memory: {_gib(self.free)} free = {_gib(self.weights)} weights + {_gib(self.workspace)} workspace"
-            f" + {_gib(self.blocks)} for {self.num_blocks} KV blocks"
-            f" + {_gib(self.free - self.weights - self.workspace - self.blocks)} left"
-        )
-
-
-def plan_memory(config: ModelConfig, layout: KvLayout, *, free: int, num_blocks: int | None) -> MemoryPlan:
-    """How the free bytes are used.  num_blocks: None takes as many as fit.  Raises NoRoom."""
-    weights = 2 * sum(map(prod, expected_shapes(config).values()))
-    widest = 3 * config.ffn_size + 4 * config.hidden_size + 2 * heads_of(config).row_size
-    workspace = 2 * STEP_TOKENS * widest + 4 * 512 * config.vocab_size + _SPARE_BYTES
-    fitting = (free - weights - workspace) // layout.block_bytes
-    count = fitting if num_blocks is None else num_blocks
-    plan = MemoryPlan(free, weights, workspace, count * layout.block_bytes, count)
-    if fitting < max(count, 2):
-        raise NoRoom(f"{plan.describe()}: at most {max(fitting, 0)} blocks fit")
-    return plan
 
 
 def heads_of(config: ModelConfig) -> Heads:
@@ -134,7 +91,3 @@ def load_weights(config: ModelConfig, weights: Weights, device: torch.device, pr
         )
     progress("load weights", steps, steps)
     return GpuWeights(embedding, tuple(layers), fetch("model.norm.weight"), head)
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"

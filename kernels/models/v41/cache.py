@@ -137,6 +137,16 @@ class V41Cache(BlockBytes):
         }
         """Score and latent of the newest tokens: records of [2, head_dim] fp32 at position % ring."""
 
+    @property
+    def blocks(self) -> Tensor:
+        """[num_blocks, block_bytes] uint8, for kernels that read and write records where they lie."""
+        return self._blocks
+
+    @property
+    def windows(self) -> Tensor:
+        """[num_windows, window_bytes] uint8."""
+        return self._windows
+
     def begin(self, block_ids: Sequence[int]) -> None:
         """Zero blocks that get their first token, so that their bytes depend on their own tokens only."""
         for block_id in block_ids:

@@ -68,6 +68,15 @@ class Checkpoint:
             return dequantise_fp4_weight(weight, self._read(_scale_of(name)))
         return weight.float()
 
+    def stored(self, name: str) -> Tensor:
+        """A whole tensor in the format the file has it in, in its own memory.
+
+        KeyError for a name the config does not ask for; ValueError for an n-gram table.
+        """
+        if is_engram_table(name):
+            raise ValueError(f"{name} is gathered by row, never read as a whole")
+        return self._read(name)
+
     def expert(self, layer_prefix: str, expert: int, part: Literal["w1", "w2", "w3"]) -> Tensor:
         """One matrix of a routed expert, fp32 [out, in].  layer_prefix: "layers.3" or "mtp.0", dot or not."""
         return self.dense(f"{layer_prefix.removesuffix('.')}.ffn.experts.{expert}.{part}.weight")
@@ -77,7 +86,7 @@ class Checkpoint:
 
         IndexError for a row that is not there.
         """
-        data, scales = self._table(layer)
+        data, scales = self.table(layer)
         wanted = rows.reshape(-1).cpu().numpy()
         if wanted.size and not 0 <= int(wanted.min()) <= int(wanted.max()) < len(data):
             raise IndexError(f"rows {wanted.min()} to {wanted.max()} of a table of {len(data)} rows (layer {layer})")
@@ -110,7 +119,8 @@ class Checkpoint:
             self._progress("load weights", min(self._read_bytes, self.total_bytes), self.total_bytes)
         return tensor
 
-    def _table(self, layer: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    def table(self, layer: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+        """A layer's n-gram table, mapped: e4m3 bits [rows, head_dim], scale exponents [rows, head_dim / 32]."""
         if layer not in self._tables:
             prefix = f"layers.{layer}.engram.embed"
             self._tables[layer] = (self._stored[f"{prefix}.weight"].mapped(), self._stored[f"{prefix}.scale"].mapped())

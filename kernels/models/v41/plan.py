@@ -136,7 +136,7 @@ class V41Planner:
         decoder, kept = encoder, None
         has_decoder = self._config.num_encoder_layers < self._config.num_layers
         if has_decoder and any(row.replay.keep_from for row in rows):
-            firsts = [_first_kept(row) for row in rows]
+            firsts = [first_kept(row) for row in rows]
             decoder = self._half(
                 rows,
                 tables,
@@ -273,7 +273,7 @@ class V41Planner:
         return torch.from_numpy(np.ascontiguousarray(values, np.int64)).to(self._device)
 
 
-def _first_kept(row: Row) -> int:
+def first_kept(row: Row) -> int:
     """Tokens of the row that skip the decoder half: those below keep_from, but never its last."""
     if not row.replay.compact:
         return 0

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.batch import Batch, Row
+from kernels.batch import PENDING, Batch, Row
 from kernels.models.model import BadBatch
 from kernels.models.v41.config import V41Config
 from kernels.models.v41.slots import WindowSlots
@@ -27,9 +27,14 @@ def check_batch(batch: Batch, config: V41Config, slots: WindowSlots, *, num_bloc
         if row.window in windows:
             raise BadBatch(f"sequence {row.sequence}: window {row.window} belongs to another row of this batch")
         windows.add(row.window)
-        _check_replay(row, config)
-        _check_tokens(row, config)
+        check_row(row, config)
     return tables
+
+
+def check_row(row: Row, config: V41Config, *, may_wait: bool = False) -> None:
+    """What does not depend on the caches' size.  may_wait: its one token may be PENDING.  Raises BadBatch."""
+    _check_replay(row, config)
+    _check_tokens(row, config, may_wait=may_wait)
 
 
 def preceding_needed(row: Row, config: V41Config) -> int:
@@ -62,13 +67,15 @@ def _check_replay(row: Row, config: V41Config) -> None:
         raise BadBatch(f"sequence {row.sequence}: write_from {replay.write_from} is not the start of a block")
 
 
-def _check_tokens(row: Row, config: V41Config) -> None:
+def _check_tokens(row: Row, config: V41Config, *, may_wait: bool) -> None:
     where = f"sequence {row.sequence}"
     if len(row.preceding) < preceding_needed(row, config):
         raise BadBatch(
             f"{where} at {row.position} needs the {preceding_needed(row, config)} tokens before it;"
             f" {len(row.preceding)} were given"
         )
+    if may_wait and len(row.token_ids) == 1 and not row.images and PENDING <= row.token_ids[0] < config.vocab_size:
+        return  # nearly all rows of a decode step: no arrays for them
     known = config.image_token_ids
     ids = np.asarray(row.token_ids, np.int64)
     if ids.min() < 0 or not set(ids[ids >= config.vocab_size].tolist()) <= set(known):

@@ -38,7 +38,7 @@ class V41Weights:
         self.config, self.numerics, self.device = config, numerics, device
         # Ids from vocab_size on name images, whatever a tokenizer may have there.
         self.compressed_ids = compressed_ids[: config.vocab_size].to(device)
-        self.ropes = _ropes(config, device)
+        self.ropes = ropes_of(config, device)
         self._attention_bits = _prove_attention(config, device)
         self.packer = Packer(kernel, device)
         model = Source(checkpoint, self.packer, "")
@@ -60,7 +60,7 @@ class V41Weights:
         )
 
 
-def _ropes(config: V41Config, device: torch.device) -> Ropes:
+def ropes_of(config: V41Config, device: torch.device) -> Ropes:
     yarn, dims = config.compress_rope, config.rope_dims
     compressed = yarn_frequencies(
         dims,

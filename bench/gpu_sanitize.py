@@ -1,0 +1,174 @@
+"""Does any GPU kernel read or write where it must not, or race with itself?
+
+    python -m bench.gpu_sanitize                     # memcheck and racecheck over a small run of every kernel
+    python -m bench.gpu_sanitize --only "dense forms" --tools memcheck
+
+Needs NVIDIA's compute-sanitizer (part of the CUDA toolkit) and a GPU; says so where one is missing. One JSON line for
+each kernel and tool, and one for each kernel that no run launched. Exit status 0: every kernel ran, and is clean.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+TOOLS = ("memcheck", "racecheck")
+_LAUNCHED = "launched "
+_TIMEOUT_SECONDS = 1800
+_ABSENT = 2
+_PLACES = "/usr/local/cuda/bin/compute-sanitizer", "/usr/local/cuda/compute-sanitizer/compute-sanitizer"
+
+
+def sanitizer() -> str | None:
+    """Where the tool is."""
+    places = (shutil.which("compute-sanitizer"), *(place for place in _PLACES if Path(place).exists()))
+    return next((place for place in places if place), None)
+
+
+def kernels_in_files() -> set[str]:
+    """Every function that is launched as a kernel: file.function."""
+    found = set()
+    for file in sorted((ROOT / "kernels" / "ops").glob("gpu_*.py")):
+        text = file.read_text(encoding="utf-8")
+        for name in re.findall(r"^@triton\.jit.*\ndef (\w+)", text, re.MULTILINE):
+            if name.endswith("_kernel") or re.search(rf"\b{name}\[", text):
+                found.add(f"{file.stem}.{name}")
+    return found
+
+
+def reports_by_kernel(said: str) -> Counter[str]:
+    """How often the tool names a kernel as the place of an error: function names, and "" for what it does not place.
+
+    An error is a headline ("Invalid __global__ read of size 4 bytes", "Error: Race reported between ...") whose first
+    line with " at " names the kernel, as `_kernel+0x1a0` or as `0x1a0 in file.py:12:_kernel`.
+    """
+    found: Counter[str] = Counter()
+    is_open = False
+    for line in said.splitlines():
+        text = line.removeprefix("=========").strip()
+        if not line.startswith("========="):
+            continue
+        if re.match(r"(Invalid|Error: |Warning: Race|Program hit|Misaligned|Potential)", text):
+            is_open = True
+        place = re.search(r"\bat (?:(\w+)\+0x|0x[0-9a-f]+ in (?:\S+:)?(\w+))", text)
+        if is_open and place:
+            found[place[1] or place[2]] += 1
+            is_open = False
+    summary = re.findall(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard", said)
+    if sum(int(a or b) for a, b in summary) > 0 and not found:
+        found[""] += 1
+    return found
+
+
+def results(run: str, tool: str, said: str, status: int) -> list[dict[str, Any]]:
+    """A line for each kernel that a run launched, from all that was printed."""
+    launched = next((line for line in said.splitlines() if line.startswith(_LAUNCHED)), None)
+    reports = reports_by_kernel(said)
+    common = {"run": run, "tool": tool}
+    if launched is None:
+        tail = said.strip()[-800:]
+        return [common | {"kernel": "", "passed": False, "failed": f"ended with {status} before its end: {tail}"}]
+    rows: list[dict[str, Any]] = []
+    for kernel, count in sorted(json.loads(launched.removeprefix(_LAUNCHED)).items()):
+        errors = reports.pop(kernel.partition(".")[2], 0)
+        rows.append(common | {"kernel": kernel, "launches": count, "errors": errors, "passed": not errors})
+    # Kernels of torch or of the library, and what the tool did not place.
+    rows += [common | {"kernel": name, "errors": errors, "passed": False} for name, errors in reports.items()]
+    return rows
+
+
+def sanitize(tool_path: str, run: str, tool: str) -> list[dict[str, Any]]:
+    """One run in a process of its own, under one tool."""
+    # Without torch's cache of freed memory, what lies behind a tensor belongs to nobody: reading it is found.
+    caching = ["env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1"] if tool == "memcheck" else []
+    start = time.monotonic()
+    done = subprocess.run(
+        [*caching, tool_path, "--tool", tool, "--print-limit", "1000", "--target-processes", "application-only",
+         sys.executable, "-m", "bench.gpu_sanitize", "--inside", run],
+        cwd=ROOT, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False,
+    )  # fmt: skip
+    rows = results(run, tool, done.stdout + done.stderr, done.returncode)
+    seconds = round(time.monotonic() - start, 1)
+    return [row | {"run_seconds": seconds} for row in rows]
+
+
+def inside(run: str) -> None:
+    """The run itself; prints which kernels it launched, and how often."""
+    import torch
+    from triton.runtime.jit import JITFunction
+
+    from bench.gpu_sanitize_cases import RUNS
+
+    launched: Counter[str] = Counter()
+    launch = JITFunction.run
+
+    def counted(kernel: JITFunction[Any], *args: Any, **named: Any) -> Any:
+        launched[f"{kernel.__module__.rpartition('.')[2]}.{kernel.__name__}"] += 1
+        return launch(kernel, *args, **named)
+
+    JITFunction.run = counted
+    RUNS[run]("cuda" if torch.cuda.is_available() else "cpu")
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    print(_LAUNCHED + json.dumps(launched), flush=True)
+
+
+def missing(rows: Iterable[dict[str, Any]], tools: Iterable[str]) -> list[dict[str, Any]]:
+    """A line for each kernel that a tool never saw."""
+    seen = {(row["tool"], row["kernel"]) for row in rows}
+    return [
+        {"tool": tool, "kernel": kernel, "passed": False, "failed": "no run launched it"}
+        for tool in tools
+        for kernel in sorted(kernels_in_files())
+        if (tool, kernel) not in seen
+    ]
+
+
+def why_not() -> str | None:
+    """What this machine lacks."""
+    import torch
+
+    if sanitizer() is None:
+        return "compute-sanitizer is not installed here: it is part of NVIDIA's CUDA toolkit"
+    return None if torch.cuda.is_available() else "there is no GPU here"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", help="a run of bench/gpu_sanitize_cases.py; all of them otherwise")
+    parser.add_argument("--tools", nargs="*", default=list(TOOLS), choices=TOOLS)
+    parser.add_argument("--inside", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.inside:
+        inside(asked.inside)
+        return 0
+    if lacking := why_not():
+        print(json.dumps({"bench": "gpu_sanitize", "passed": None, "skipped": lacking}))
+        return _ABSENT
+    from bench.gpu_sanitize_cases import RUNS
+
+    rows: list[dict[str, Any]] = []
+    tool_path = sanitizer() or ""
+    for tool in asked.tools:
+        for run in asked.only or RUNS:
+            for row in sanitize(tool_path, run, tool):
+                rows.append(row)
+                print(json.dumps({"bench": "gpu_sanitize"} | row), flush=True)
+    absent = [] if asked.only else missing(rows, asked.tools)
+    for row in absent:
+        print(json.dumps({"bench": "gpu_sanitize"} | row), flush=True)
+    return int(not all(row["passed"] for row in (*rows, *absent)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""What is a small run of every GPU kernel, dense ones through a whole tiny model, V4.1's by the cases of its check?
+
+Everything also runs on a CPU, by the kernels' twins: so the inputs are known to be right where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bench.engine_models import write_model
+from bench.gpu_v41_cases import FAMILIES, Draw, moved
+from kernels.batch import PENDING, Batch, Row, SamplingParams
+from kernels.executor import Executor
+from kernels.models.config import read_config
+from kernels.models.gpu.dense import GpuDense, OpenedGpuDense
+from kernels.models.gpu.weights import load_weights
+from kernels.models.weights import open_weights
+from kernels.ops.gpu_attention import CHUNK, LONG_PART_TOKENS, SINGLE, attend, tokens_per_tile
+from kernels.ops.gpu_index import select
+from kernels.ops.gpu_linear import linear, linear_parts, linear_swiglu
+from kernels.ops.gpu_rope_cache import Heads, Paging
+
+TINY: dict[str, object] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 1500,
+    "hidden_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 320,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "attention_bias": True,
+    "tie_word_embeddings": False,
+    "eos_token_id": 2,
+}
+_PARAMS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.9, seed=1, top_k=20, top_p=0.9, min_p=0.01, num_logprobs=3),
+    SamplingParams(temperature=1.0, seed=2, repetition_penalty=1.2, presence_penalty=0.3, logit_bias=((7, 2.0),)),
+)
+_BLOCKS, _PER_TABLE = 40, 8
+
+
+def dense_model(device: str, *, invariant: bool) -> None:
+    """Prompts in chunks beside decode rows, steps run ahead, every kind of draw; without graphs."""
+    with tempfile.TemporaryDirectory(prefix="fathom-sanitize-") as scratch, torch.inference_mode():
+        folder = write_model(TINY, Path(scratch), seed=0, dtype=torch.bfloat16)
+        executor = _executor(folder, torch.device(device), invariant=invariant)
+        ids = [(index * 37 + 11) % 1500 for index in range(200)]
+        tables = [range(1 + index * _PER_TABLE, 1 + (index + 1) * _PER_TABLE) for index in range(len(_PARAMS))]
+        lengths = (200, 3, 129)
+        mask = bytes([0xFF] * 188)
+        rows = [
+            Row(index, ids[:length], 0, tables[index], params, ids[:length], length)
+            for index, (length, params) in enumerate(zip(lengths, _PARAMS, strict=True))
+        ]
+        running = executor.launch(Batch(tuple(rows)))
+        for step in range(3):
+            mixed = [Row(9, ids[step * 5 : step * 5 + 5], step * 5, (33,))] if step == 1 else []
+            rows = [
+                Row(
+                    index,
+                    (PENDING,),
+                    length + step,
+                    tables[index],
+                    params,
+                    ids[:length],
+                    length,
+                    allowed_mask=mask if index == 2 else None,
+                )
+                for index, (length, params) in enumerate(zip(lengths, _PARAMS, strict=True))
+            ]
+            launched = executor.launch(Batch((*rows, *mixed)))
+            executor.collect(running)
+            running = launched
+        executor.collect(running)
+
+
+def _executor(folder: Path, device: torch.device, *, invariant: bool) -> Executor:
+    def silent(_stage: str, _done: int, _total: int) -> None:
+        """Nobody asked."""
+
+    opened = OpenedGpuDense(folder, block_tokens=32, device=device, progress=silent)
+    config = read_config(folder)
+    weights = load_weights(config, open_weights(folder, silent), device, silent)
+    model = GpuDense(config, weights, opened.layout, _BLOCKS, device, invariant=invariant, graphs=False)
+    return Executor(
+        model,
+        model_dir=folder,
+        num_blocks=_BLOCKS,
+        num_windows=0,
+        replay="off",
+        threads=1,
+        weights_digest=b"tiny",
+        invariant=invariant,
+    )
+
+
+def dense_forms(device: str) -> None:
+    """What the tiny model does not ask for: windows, sinks, shared keys, parts; wide products; both ways to choose."""
+    generator = torch.Generator().manual_seed(1)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).bfloat16().to(device)
+
+    heads, count, before = Heads(8, 2, 64), 33, 300
+    place = Paging(noise(12, 2, 32, 128), torch.arange(24, device=device).int().view(2, 12) % 12)
+    queries, sinks = noise(count, 8 * 64), torch.randn(8, generator=generator).to(device)
+    most = tokens_per_tile(heads, CHUNK)
+    chunk = [(1, at, min(most, count - at), before + at) for at in range(0, count, most)]
+    single = [(1, at, 1, before + at) for at in range(count - 1)] + [(0, count - 1, 0, 0)]
+    chunk_tiles, single_tiles = (torch.tensor(each, device=device).int() for each in (chunk, single))
+    for see in (attend, partial(attend, window=100, sinks=sinks)):
+        see(queries, chunk_tiles, heads, place, shape=CHUNK)
+        for splits in (1, 3):
+            see(queries, single_tiles, heads, place, splits=splits, shape=SINGLE, part=LONG_PART_TOKENS)
+    for rows in (1, 17, 65, 300):
+        x, weight = noise(rows, 192), noise(200, 192)
+        linear(x, weight)
+        linear(x, weight, wide=True)
+        if rows <= 256:
+            linear_swiglu(x, weight)
+        if rows <= 16:
+            linear_parts(x, weight, parts=3)
+    scores, seen = noise(3, 4000), torch.tensor([4000, 37, 0], device=device).int()
+    for by_maxima in (True, False):
+        select(scores, seen, count=100, by_maxima=by_maxima)
+
+
+def v41_family(family: str, device: str) -> None:
+    """All cases of a family, their twins' inputs."""
+    for case in FAMILIES[family](Draw(1)):
+        args, named = moved(case.args, device), {name: moved(each, device) for name, each in case.named.items()}
+        case.run(*args, **named)
+
+
+RUNS: dict[str, Callable[[str], None]] = {
+    "dense model, invariant": partial(dense_model, invariant=True),
+    "dense model, fastest": partial(dense_model, invariant=False),
+    "dense forms": dense_forms,
+    **{f"v41 {family}": partial(v41_family, family) for family in FAMILIES},
+}

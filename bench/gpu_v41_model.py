@@ -1,0 +1,156 @@
+"""DeepSeek-V4.1 at its published dimensions with random weights, made where they are used: no files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kernels.models.gpu.v41.model import GpuV41
+from kernels.models.gpu.v41.weights import ExpertFormat, GpuV41Weights, Loader, Placement
+from kernels.models.v41.config import V41Config, parse_v41_config
+from kernels.models.v41.layout import v41_layout
+from kernels.models.v41.tensors import E4M3, E8M0, FP4, Spec, expected_tensors
+from kernels.ops.engram import hash_tables
+from kernels.ops.numerics import QUANT
+
+TABLE_VOCAB = 40_000
+"""Rows of each of an n-gram table's 24 parts, of the published 16,000,000: 240 MB a layer in the host's memory."""
+_LAYERS, _ENCODER_LAYERS = 40, 20
+
+
+def published_config(
+    num_layers: int = _LAYERS, num_encoder_layers: int = _ENCODER_LAYERS, *, table_vocab: int = TABLE_VOCAB
+) -> V41Config:
+    """The published sizes, except for n-gram tables that fit anywhere; fewer layers keep their kinds and order."""
+    pairs = range(2, num_encoder_layers, max((num_encoder_layers - 2) // 3, 1))
+    has_decoder = num_encoder_layers < num_layers
+    singles = [num_encoder_layers] if has_decoder else []
+    layers = [1, max(num_encoder_layers * 14 // _ENCODER_LAYERS, 2)]
+    tables = hash_tables(layers, vocab_size=table_vocab, heads=8, max_ngram=4, compressed_vocab_size=99_092)
+    ratios = [0] * 2 + [2] * (num_encoder_layers - 2) + [1] * (num_layers - num_encoder_layers)
+    text: dict[str, Any] = {
+        "vocab_size": 129_280, "hidden_size": 5120, "moe_intermediate_size": 2304, "num_hidden_layers": num_layers,
+        "num_attention_heads": 64, "num_key_value_heads": 1, "head_dim": 512, "qk_rope_head_dim": 64,
+        "q_lora_rank": 1280, "o_lora_rank": 1024, "o_groups": 8, "swiglu_limit": 10.0, "rms_norm_eps": 1e-20,
+        "max_position_embeddings": 1_048_576, "rope_theta": 10_000, "n_routed_experts": 384, "n_shared_experts": 1,
+        "num_experts_per_tok": 6, "scoring_func": "sqrtsoftplus", "topk_method": "noaux_tc", "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5, "sliding_window": 128, "compress_ratios": ratios + [0] * 3,
+        "compress_rope_theta": 160_000, "kv_source_layer_ids": [*list(pairs)[:3], *singles],
+        "index_source_layer_ids": [*list(pairs)[:3], *singles, *range(num_encoder_layers + 4, num_layers, 4)],
+        "rope_scaling": {"rope_type": "yarn", "factor": 16, "beta_fast": 32, "beta_slow": 1,
+                         "original_max_position_embeddings": 65_536},
+        "index_n_heads": 32, "index_head_dim": 128, "index_topk": 512,
+        "candidate_source_layer_id": num_encoder_layers, "candidate_topk_blocks": 2048, "candidate_block_size": 8,
+        "hc_mult": 4, "hc_sinkhorn_iters": 20, "hc_eps": 1e-6, "engram_layer_ids": layers,
+        "engram_num_embeddings": [tables[layer].num_rows for layer in layers], "engram_max_ngram_size": 4,
+        "engram_vocab_size": table_vocab, "engram_n_heads": 8, "engram_head_dim": 256, "engram_pad_token_id": 2,
+        "engram_compressed_vocab_size": 99_092, "num_nextn_predict_layers": 3, "dspark_block_size": 5,
+        "dspark_noise_token_id": 128_799, "dspark_target_layer_ids": [num_layers - 3, num_layers - 2, num_layers - 1],
+        "dspark_markov_rank": 256, "dspark_n_routed_experts": 128, "dspark_num_experts_per_tok": 3,
+    }  # fmt: skip
+    raw = {
+        "architectures": ["DeepseekV41ForCausalLM"], "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
+        "image_token_id": 129_264, "text_config": text,
+        "quantization_config": {
+            "quant_method": "fp8", "weight_block_size": [32, 32], "scale_fmt": "ue8m0", "expert_dtype": "fp4",
+        },
+    }  # fmt: skip
+    config = parse_v41_config(raw, {})
+    # Without a decoder nobody drafts.
+    return config if has_decoder else replace(config, drafter=replace(config.drafter, num_layers=0, target_layers=()))
+
+
+class RandomTensors:
+    """A checkpoint of that config: the same name gives the same values."""
+
+    def __init__(self, config: V41Config, device: torch.device) -> None:
+        self._config, self._device = config, device
+        self._specs = expected_tensors(config)
+
+    def dense(self, name: str) -> Tensor:
+        shape = self._specs[name].shape
+        values = torch.randn(shape, generator=self._noise(name), device=self._device)
+        if name.endswith("norm.weight"):
+            return 1.0 + 0.1 * values
+        return values.mul_(float(shape[-1]) ** -0.5 if len(shape) > 1 else 0.1)
+
+    def stored(self, name: str) -> Tensor:
+        spec: Spec = self._specs[name]
+        lowest, highest = (117, 120) if spec.dtype == E8M0 else (0, 256)
+        if spec.dtype not in {E8M0, FP4}:
+            raise ValueError(f"{name} is {spec.dtype}: read it dense")
+        noise = self._noise(name)
+        made = torch.randint(lowest, highest, spec.shape, generator=noise, dtype=torch.uint8, device=self._device)
+        return made if spec.dtype == E8M0 else made.view(torch.int8)
+
+    def table(self, layer: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+        noise = np.random.default_rng(layer)
+        data, scale = (self._specs[f"layers.{layer}.engram.embed.{part}"] for part in ("weight", "scale"))
+        assert data.dtype == E4M3
+        return (
+            noise.integers(0, 0x78, data.shape, dtype=np.uint8),
+            noise.integers(110, 125, scale.shape, dtype=np.uint8),
+        )
+
+    def _noise(self, name: str) -> torch.Generator | None:
+        if self._device.type == "meta":
+            return None
+        return torch.Generator(self._device).manual_seed(crc32(name.encode()))
+
+
+def one_rank_of(config: V41Config, ranks: int) -> Placement:
+    """One GPU's share of the experts, which gets as many rows as if every rank of the group had sent its own.
+
+    Each expert is taken for one of those here, so that a step's tokens, times their choices, all stay.
+    """
+    here = -(-(config.moe.num_experts + ranks) // ranks)
+    return Placement(tuple(range(here)), tuple(expert % here for expert in range(config.moe.num_experts)))
+
+
+def random_weights(
+    config: V41Config, device: torch.device, *, experts: ExpertFormat, placement: Placement | None
+) -> GpuV41Weights:
+    """placement: None = all experts."""
+    return Loader(config, RandomTensors(config, device), device, experts=experts, placement=placement).load()
+
+
+def random_model(
+    config: V41Config,
+    weights: GpuV41Weights,
+    device: torch.device,
+    *,
+    num_blocks: int,
+    num_windows: int,
+    is_invariant: bool,
+    graph_sizes: tuple[int, ...],
+) -> GpuV41:
+    """With empty blocks and windows."""
+    ids = torch.arange(config.vocab_size) % config.engram.compressed_vocab
+    return GpuV41(
+        config,
+        weights,
+        ids,
+        v41_layout(config, QUANT),
+        num_blocks=num_blocks,
+        num_windows=num_windows,
+        device=device,
+        is_invariant=is_invariant,
+        graph_sizes=graph_sizes,
+    )
+
+
+def give_past(model: GpuV41) -> None:
+    """Fill blocks and windows with what nobody computed: finite values in every format."""
+    model.cache.blocks[1:].random_(100, 120)
+    state = bytearray([110]) * model.layout.window_bytes
+    for stream in model.layout.window_streams:
+        if stream.name == "compressor":
+            state[stream.offset : stream.end] = bytes(stream.num_bytes)
+    for slot in range(1, model.cache.num_windows):
+        model.write_window(slot, state)

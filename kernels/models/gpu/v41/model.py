@@ -1,0 +1,212 @@
+"""How does DeepSeek-V4.1 run on a GPU? Graphs for small steps, a walk through the layers for others."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+
+from kernels.batch import PENDING, Batch, Row
+from kernels.kv.layout import KvLayout
+from kernels.kv.window import WindowSpec
+from kernels.models.gpu.draws import Draw, Drawer
+from kernels.models.gpu.staging import Staging
+from kernels.models.gpu.tables import TableRows
+from kernels.models.gpu.v41.graphs import SIZES, StepGraphs
+from kernels.models.gpu.v41.planner import GpuPlanner, Planned, extent_of, kept_of, stored_of
+from kernels.models.gpu.v41.records import Records
+from kernels.models.gpu.v41.stack import Stack
+from kernels.models.gpu.v41.tokens import Laid, Layouter, Told, Turns
+from kernels.models.gpu.v41.weights import GpuV41Weights
+from kernels.models.model import BadBatch
+from kernels.models.v41.cache import V41Cache
+from kernels.models.v41.config import V41Config
+from kernels.models.v41.layout import window_spec
+from kernels.models.v41.slots import WindowSlots
+from kernels.models.v41.weights import ropes_of
+from kernels.ops.gpu_step import update_tables
+from kernels.ops.numerics import QUANT
+from kernels.ops.ranges import named
+
+_RECIPE = "deepseek-v41-gpu-1"
+MOST_SEQUENCES = 1024
+"""Whose tables the device keeps."""
+_PROBE_TOKENS = 40
+
+
+class GpuV41:
+    """The language model with its caches on a GPU (or, for tests, on the CPU through the kernels' twins)."""
+
+    def __init__(
+        self,
+        config: V41Config,
+        weights: GpuV41Weights,
+        compressed_ids: Tensor,
+        layout: KvLayout,
+        *,
+        num_blocks: int,
+        num_windows: int,
+        device: torch.device,
+        is_invariant: bool = True,
+        graph_sizes: Sequence[int] = SIZES,
+    ) -> None:
+        """compressed_ids: [tokenizer's vocabulary] int64.  graph_sizes: of SIZES, those captured on a GPU."""
+        self.info = config
+        self.layout = layout
+        self.spec = window_spec(config, layout)
+        self.window: WindowSpec | None = self.spec
+        self.preceding_tokens = config.engram.max_ngram - 1
+        self._device, self._is_invariant, self._weights = device, is_invariant, weights
+        self.cache = V41Cache(config, layout, QUANT, num_blocks=num_blocks, num_windows=num_windows, device=device)
+        self._slots = WindowSlots(self.spec, num_windows=num_windows, block_tokens=config.block_tokens)
+        rows = TableRows(
+            num_rows=MOST_SEQUENCES + 1,
+            num_blocks=num_blocks,
+            block_tokens=config.block_tokens,
+            vocab_size=max((config.vocab_size - 1, *config.image_token_ids)) + 1,
+            max_position_tokens=config.max_position_tokens,
+        )
+        self._planner = GpuPlanner(config, self._slots, rows)
+        self._tables = torch.zeros(MOST_SEQUENCES + 1, rows.most_blocks, dtype=torch.int32, device=device)
+        self._drawer = Drawer(config.vocab_size, MOST_SEQUENCES, device)
+        limit = min(config.max_position_tokens, (num_blocks - 1) * config.block_tokens)
+        self.layouter = Layouter(config, _turns(config, limit, device), self._tables, self._drawer.sampled)
+        ids = compressed_ids[: config.vocab_size].to(device)
+        records = Records(config, layout, self.cache, self._tables)
+        self.stack = Stack(config, weights, records, ids, is_invariant=is_invariant)
+        self._staging = Staging(device, 1 << 20)
+        self._graphs = StepGraphs(config, self.stack, self.layouter, self._tables, limit=limit, device=device)
+        if device.type == "cuda":
+            self._graphs.capture(graph_sizes)
+
+    @property
+    def row_tiles(self) -> tuple[int, ...]:
+        return self._graphs.sizes
+
+    def numeric_recipe(self) -> str:
+        name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "cpu"
+        return (
+            f"{_RECIPE} {'invariant' if self._is_invariant else 'fastest'} numerics={QUANT.name}"
+            f" experts={self._weights.experts} device={name} torch={torch.__version__} triton={triton.__version__}"
+            f" bits={self._probe()}"
+        )
+
+    def forward(self, batch: Batch, *, every_row: bool) -> Tensor:
+        planned = self._plan(batch.rows, every_row=every_row)
+        if self._graphs.takes(planned):
+            with named("small step"):
+                return self._graphs.run(planned)
+        with named("mixed step"):
+            return self.stack.forward(self._lay(planned))
+
+    def lay(self, batch: Batch) -> Laid:
+        """A step laid out on the device, for whoever runs its layers one by one."""
+        return self._lay(self._plan(batch.rows, every_row=True))
+
+    def draw(self, batch: Batch, logits: Tensor) -> Draw:
+        rows, places, start = [], [], 0
+        for row in batch.rows:
+            start += len(row.wanted())
+            if row.sampling is not None:
+                rows.append(row)
+                places.append(start - 1)
+        if len(rows) < len(logits):  # some rows score their tokens
+            logits = logits[torch.tensor(places, dtype=torch.int64, device=logits.device)]
+        padded = self._graphs.padded
+        is_captured = padded is not None and padded.data_ptr() == logits.data_ptr()
+        return self._drawer.draw(rows, logits, padded if is_captured else None)
+
+    def read_block(self, block_id: int) -> bytes:
+        return self.cache.read_block(block_id)
+
+    def copy_block(self, block_id: int, place: memoryview) -> None:
+        self.cache.copy_block(block_id, place)
+
+    def write_block(self, block_id: int, payload: bytes | bytearray | memoryview) -> None:
+        self.cache.write_block(block_id, payload)
+
+    def take_block(self, block_id: int, payload: bytes | bytearray | memoryview) -> int:
+        return self.cache.take_block(block_id, payload)
+
+    def read_window(self, slot: int, *, encoder_only: bool) -> bytes:
+        return self.cache.read_window(slot, encoder_only=encoder_only)
+
+    def write_window(self, slot: int, payload: bytes | bytearray | memoryview) -> None:
+        self.cache.write_window(slot, payload)
+        self._slots.restored(slot, len(payload))
+
+    def reset_window(self, slot: int) -> None:
+        self.cache.reset_window(slot)
+        self._slots.reset(slot)
+
+    def _known(self, row: Row) -> Sequence[int]:
+        """The row's tokens, one to come named by where it will be."""
+        if row.token_ids[-1] != PENDING:
+            return row.token_ids
+        place = self._drawer.place(row.sequence)
+        if place is None or len(row.token_ids) > 1:
+            raise BadBatch(f"sequence {row.sequence}: the step before samples no token for it")
+        return (-1 - place,)
+
+    def _plan(self, rows: Sequence[Row], *, every_row: bool) -> Planned:
+        """From here on the rows count as computed: the device does things in the order it is told."""
+        news = self._planner.check(rows)
+        token_ids = [self._known(row) for row in rows]
+        planned = self._planner.plan(rows, token_ids, news, every_row=every_row)
+        self.cache.begin(planned.begun_blocks)
+        self._planner.advance(rows)
+        return planned
+
+    def _lay(self, planned: Planned) -> Laid:
+        """For steps of any size, whose kernels are launched one by one."""
+        ring = self.info.ring_tokens
+        ends = planned.ends.tolist()
+        encoder = decoder = extent_of(planned.counts.tolist(), ends)
+        arrays: list[np.ndarray] = [
+            planned.sequences, planned.token_ids, planned.preceding, planned.wanted, planned.changes,
+            stored_of(planned.counts, ring), stored_of(planned.decoder_counts, ring),
+        ]  # fmt: skip
+        if planned.is_compact:
+            decoder = extent_of(planned.decoder_counts.tolist(), ends)
+            arrays.append(kept_of(planned))
+        if planned.images is not None:
+            arrays += planned.images
+        sequences, token_ids, preceding, wanted, changes, stored, decoder_stored, *others = self._staging.send(arrays)
+        update_tables(self._tables, changes)
+        told = Told(
+            sequences=sequences,
+            token_ids=token_ids,
+            preceding=preceding,
+            wanted=wanted,
+            stored=stored,
+            decoder_stored=decoder_stored,
+            kept=others[0] if planned.is_compact else None,
+            images=None if planned.images is None else (others[-2], others[-1]),
+        )
+        # Views of the staging buffer are overwritten by the next send, but only after this step has read them.
+        return self.layouter.lay(told, encoder, decoder)
+
+    def _probe(self) -> str:
+        """The bits this machine computes with these weights, for the recipe."""
+        size = self.info.block_tokens
+        tokens = min(_PROBE_TOKENS, (self.cache.num_blocks - 1) * size - 1, self.info.max_position_tokens - 1)
+        table = range(1, 2 + tokens // size)
+        ids = [(index * 7919 + 17) % self.info.vocab_size for index in range(tokens + 1)]
+        before = ids[max(tokens - self.preceding_tokens, 0) : tokens]
+        self.reset_window(1)
+        chunk = self.forward(Batch((Row(-1, ids[:-1], 0, table, window=1),)), every_row=True).cpu()
+        last = Row(-1, ids[-1:], tokens, table, window=1, preceding=before)
+        single = self.forward(Batch((last,)), every_row=True).cpu()
+        self.cache.begin(table)
+        self.reset_window(1)
+        return hashlib.sha256(chunk.numpy().tobytes() + single.numpy().tobytes()).hexdigest()[:16]
+
+
+def _turns(config: V41Config, limit: int, device: torch.device) -> Turns:
+    """Of all positions below the limit."""
+    ropes, positions = ropes_of(config, device), torch.arange(limit, device=device)
+    return Turns(ropes.plain.at(positions, limit - 1), ropes.compressed.at(positions, limit - 1))
