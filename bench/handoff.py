@@ -1,9 +1,9 @@
-"""How fast does KV travel from a prefill to a decode replica? `python -m bench.handoff`, at most about 40 s.
+"""How fast does KV travel from a prefill to a decode replica? `python -m bench.handoff [shm] [tcp] [grpc]`, a minute.
 
 Two processes with real engines, caches and handoffs on one machine; the model is small, its blocks are as large as the
 default model's. Each figure is printed with its yardstick from the same run: half a plain copy's rate for shared memory
-(the bytes are copied once on each side), a blocking socket for gRPC. Rates are the best of all rounds on both sides,
-for whatever else runs on a machine only ever slows them down; the ratio of the medians is printed too.
+(the bytes are copied once on each side), a blocking socket for TCP and gRPC. Rates are the best of all rounds on both
+sides, for whatever else runs on a machine only ever slows them down; the ratio of the medians is printed too.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from proto.prefill_pb2 import PrefillDeliver
 from services.chassis.block_keys import block_keys
 from services.chassis.channel import open_channel
 from services.chassis.engine_thread import EngineThread
-from services.chassis.handoff import StagingFolder, socket_target
-from services.chassis.server import HouseServer
+from services.chassis.handoff import StagingFolder
 from services.chassis.testing import serve
+from services.decode.lanes import Lanes
 from services.decode.metrics import DecodeMetrics
 from services.decode.server import add_to_server
 from services.decode.server import assemble as assemble_decode
@@ -67,6 +67,7 @@ CONFIG: dict[str, object] = {
     "eos_token_id": 2,
 }
 """Blocks of 3 MiB in bf16; SmolLM2's have 2.8."""
+BACKENDS = ("shm", "tcp", "grpc")
 NUM_BLOCKS = 32
 ROUNDS = 15
 MEBIBYTE = 1 << 20
@@ -84,7 +85,7 @@ def main() -> None:
     _checksums()
     with tempfile.TemporaryDirectory(prefix="fathom-bench-handoff-") as folder:
         write_model(CONFIG, Path(folder), seed=1, dtype=torch.bfloat16)
-        for backend in ("shm", "tcp", "unix"):
+        for backend in [each for each in BACKENDS if each in sys.argv] or BACKENDS:
             asyncio.run(_handoffs(Path(folder), backend))
 
 
@@ -145,7 +146,7 @@ async def _measure(folder: Path, address: str, backend: str) -> tuple[list[float
     yardstick = partial(_half_copy, cargo_bytes) if backend == "shm" else partial(_blocking_socket, cargo_bytes)
     rates, yardsticks = [], []
     for number in range(ROUNDS + 1):
-        seconds = await _one(thread, replica.engine, executor, prompt, channel, f"round-{number}", first)
+        seconds = await _one(thread, replica.engine, executor, prompt, channel, address, f"round-{number}", first)
         rates.append(cargo_bytes / MEBIBYTE / seconds)
         yardsticks.append(await asyncio.to_thread(yardstick))
         await asyncio.sleep(0.2)
@@ -174,6 +175,7 @@ async def _one(
     executor: Executor,
     prompt: Prompt,
     channel: Any,
+    address: str,
     name: str,
     first: FirstTokenSampled,
 ) -> float:
@@ -187,7 +189,7 @@ async def _one(
         block_bytes=executor.layout.block_bytes,
         window_bytes=0,
     )
-    target = PrefillDeliver(request_id=name, replica="decode-0", boot_id=BOOT)
+    target = PrefillDeliver(request_id=name, replica="decode-0", boot_id=BOOT, address=address)
     handoff = Handoff(channel, target, cargo, deadline_unix_seconds=time.time() + 20)
     await asyncio.sleep(SETTLE_SECONDS)
     started = time.perf_counter()
@@ -198,13 +200,12 @@ async def _one(
 async def _decode(folder: Path, backend: str) -> None:
     """Be the decode replica: say the address, take what comes and let it go.
 
-    backend: "shm", or Push over "tcp" or an abstract "unix" socket.
+    backend: "shm", or over the network by "tcp" or, as when only gRPC gets through, by "grpc".
     """
     thread = EngineThread("decode engine")
     thread.start()
     executor = await thread.call(_load, folder, 2 * NUM_BLOCKS + 8)
     staging = StagingFolder(f"bench-{os.getpid()}") if backend == "shm" else None
-    socket_name = f"fathom-bench-{os.getpid()}" if backend == "unix" else ""
     replica = assemble_decode(
         executor,
         thread,
@@ -213,15 +214,10 @@ async def _decode(folder: Path, backend: str) -> None:
         boot_id=BOOT,
         max_batch=8,
         folder=staging.path if staging is not None else None,
-        socket_name=socket_name,
         channel=open_channel,
     )
-    if socket_name:
-        server = HouseServer(CollectorRegistry())
-        add_to_server(replica, server)
-        server.complete()
-        server.add_insecure_port(socket_target(socket_name))
-        await server.start()
+    if backend != "grpc":
+        Lanes.open(replica.intake, "127.0.0.1", 0)
     async with serve(lambda server: add_to_server(replica, server)) as address:
         print(address, flush=True)
         for number in range(ROUNDS + 1):

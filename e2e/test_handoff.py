@@ -98,10 +98,10 @@ class Pair:
 
 
 @asynccontextmanager
-async def pair(folder, shm=None, *, prefill=None, decode=None):
+async def pair(folder, shm=None, *, has_lanes=True, prefill=None, decode=None):
     """Start both replicas. prefill, decode: options of each."""
     async with (
-        decode_replica(folder, shm=shm, **(decode or {})) as decode_rig,
+        decode_replica(folder, shm=shm, has_lanes=has_lanes, **(decode or {})) as decode_rig,
         prefill_replica(folder, **(prefill or {})) as prefill_rig,
     ):
         whole = Pair(prefill_rig, decode_rig, decode_rig.address)
@@ -110,11 +110,11 @@ async def pair(folder, shm=None, *, prefill=None, decode=None):
         await whole.idle()
 
 
-@pytest.mark.parametrize("backend", ["shm", "grpc"])
+@pytest.mark.parametrize("backend", ["shm", "tcp", "grpc"])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-async def test_same_tokens_on_both_backends(folder, tmp_path, alone, backend, sampling):
+async def test_same_tokens_on_all_backends(folder, tmp_path, alone, backend, sampling):
     """All lengths around block borders at once, so that they are batch mates as well."""
-    async with pair(folder, tmp_path if backend == "shm" else None) as whole:
+    async with pair(folder, tmp_path if backend == "shm" else None, has_lanes=backend != "grpc") as whole:
         wanted = [request(f"{n}-tokens", n, max_tokens=12, sampling=SAMPLINGS[sampling]) for n in LENGTHS]
         answers = await asyncio.gather(*(whole.answer(each) for each in wanted))
 

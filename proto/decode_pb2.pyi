@@ -138,15 +138,15 @@ class ReserveReply(_message.Message):
     TICKET_FIELD_NUMBER: _builtins.int
     PRESENT_BLOCKS_FIELD_NUMBER: _builtins.int
     SHM_PATH_FIELD_NUMBER: _builtins.int
-    SOCKET_NAME_FIELD_NUMBER: _builtins.int
+    LANE_PORT_FIELD_NUMBER: _builtins.int
     present_blocks: _builtins.int
     """Leading blocks that are already here and must not be sent. Unit: blocks."""
     shm_path: _builtins.str
     """Shared-memory file to fill, if the replica offers one: the ticket's nonce, the missing blocks, the window state.
-    Empty: use Push.
+    Empty: the bytes travel.
     """
-    socket_name: _builtins.str
-    """Abstract unix socket of the same replica, for Push from peers that share its network but no memory. Empty: none."""
+    lane_port: _builtins.int
+    """TCP port on the replica's host that takes blocks, or news of those in the file, past gRPC. 0 or unreachable: Push."""
     @_builtins.property
     def ticket(self) -> _common_pb2.Ticket:
         """Names the room in Push, Commit and Abort."""
@@ -157,11 +157,11 @@ class ReserveReply(_message.Message):
         ticket: _common_pb2.Ticket | None = ...,
         present_blocks: _builtins.int = ...,
         shm_path: _builtins.str = ...,
-        socket_name: _builtins.str = ...,
+        lane_port: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["present_blocks", b"present_blocks", "shm_path", b"shm_path", "socket_name", b"socket_name", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lane_port", b"lane_port", "present_blocks", b"present_blocks", "shm_path", b"shm_path", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -538,16 +538,20 @@ class VerifyRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MAX_BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    REMOTE_BYTES_FIELD_NUMBER: _builtins.int
     max_bytes_per_second: _builtins.int
     """Bound on the reading, so that requests are not slowed. Unit: bytes per second; 0 is without bound."""
+    remote_bytes: _builtins.int
+    """Read back so much of the object store behind as well; a later call begins elsewhere. Unit: bytes; 0 leaves it out."""
     def __init__(
         self,
         *,
         max_bytes_per_second: _builtins.int = ...,
+        remote_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_bytes_per_second", b"max_bytes_per_second"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_bytes_per_second", b"max_bytes_per_second", "remote_bytes", b"remote_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -283,7 +283,7 @@ class HandoffDone(_message.Message):
     num_bytes: _builtins.int
     """Payload that travelled. Unit: bytes."""
     backend: _builtins.str
-    """"shm" or "grpc"."""
+    """"shm", "tcp" or "grpc"."""
     def __init__(
         self,
         *,

@@ -1,8 +1,8 @@
 """What do blocks look like between a prefill and a decode replica?
 
-Two ways, one meaning. In shared memory: a file with a 4 KiB header that begins with the ticket's nonce, then the
-blocks that must travel, in table order, without gaps, then the window state. Over gRPC: pieces of at most 2 MiB, each
-with its checksum. Both end in the same staging area on the receiver, and nothing is read from it before the commit.
+In shared memory: a file with a 4 KiB header that begins with the ticket's nonce, then the blocks that must travel, in
+table order, without gaps, then the window state. Over gRPC: pieces of at most 2 MiB, each with its checksum, which end
+in such an area in the receiver's own memory. On a plain socket: `handoff_lane`.
 Bytes are copied once on each side: from the sender's cache into the file, and from there into the receiver's cache.
 """
 
@@ -13,7 +13,6 @@ import fcntl
 import mmap
 import os
 import shutil
-import socket
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,8 +32,8 @@ HOLD_BEAT_SECONDS = 0.5
 HOLD_SILENCE_SECONDS = 3.0
 """A peer that died is noticed by its broken connection, at once; this is for a host that went silent."""
 _PREFIX = "fathom-"
-_POPULATE_READ, _POPULATE_WRITE = 22, 23
-"""MADV_POPULATE_*, which Python 3.11 has no names for."""
+_POPULATE_WRITE = 23
+"""MADV_POPULATE_WRITE, which Python 3.11 has no name for."""
 _TOUCH_BYTES = 2 << 20
 
 
@@ -63,16 +62,17 @@ class Staging:
     def _map_file(self, path: Path, size: int) -> mmap.mmap:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            # Claim the pages now: a full tmpfs is an OSError here, but would be a SIGBUS at the first write.
-            os.posix_fallocate(descriptor, 0, size)
+            os.ftruncate(descriptor, size)
             mapped = mmap.mmap(descriptor, size)
+            populate(mapped)
+            # All pages are claimed now: a full tmpfs is an OSError here, but would be a SIGBUS at the first write.
+            os.posix_fallocate(descriptor, 0, size)
         except OSError:
             path.unlink()
             raise
         finally:
             os.close(descriptor)
         self.path = path
-        _touch(mapped, _POPULATE_READ)
         return mapped
 
     def write(self, block: int, offset_bytes: int, data: bytes) -> None:
@@ -97,18 +97,21 @@ class Staging:
         """Return the bytes of the window state, not a copy of them."""
         return memoryview(self._map)[self._shape.window]
 
-    def close(self) -> None:
-        """Give the room back. A late writer may keep the unlinked file; nobody reads it again."""
+    def remove(self) -> None:
+        """Take the file's name away. A late writer may keep the unlinked file; nobody reads it again."""
         if self.path is not None:
             self.path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Give the room back; milliseconds, for many pages."""
+        self.remove()
         _unmap(self._map)
 
 
 class PeerStaging:
     """Sender's side: the receiver's file, mapped here for as long as it is filled.
 
-    Whoever closes it without an error cannot change a byte of it any more, by whatever accident: that must come before
-    the commit, for then the receiver reads it as it is.
+    The receiver takes copies and sums those, so whatever is written after a commit changes nothing.
     """
 
     def __init__(self, path: str, *, nonce: bytes, num_blocks: int, block_bytes: int, window_bytes: int = 0) -> None:
@@ -128,14 +131,14 @@ class PeerStaging:
             self._map = mmap.mmap(descriptor, self._shape.num_bytes)
         finally:
             os.close(descriptor)
-        _touch(self._map, _POPULATE_WRITE)
+        populate(self._map)
 
     def block(self, block: int) -> memoryview:
-        """Return where a block that travels goes. Release it before `close`."""
+        """Return where a block that travels goes."""
         return memoryview(self._map)[self._shape.block(block)]
 
     def window(self) -> memoryview:
-        """Return where the window state goes. Release it before `close`."""
+        """Return where the window state goes."""
         return memoryview(self._map)[self._shape.window]
 
     def close(self) -> bool:
@@ -165,11 +168,16 @@ class _Shape:
         return slice(start, start + self.block_bytes)
 
 
-def _touch(mapped: mmap.mmap, advice: int) -> None:
-    """Map the pages now, while nobody waits; a kernel before 5.14 maps each at its first use instead."""
+def populate(mapped: mmap.mmap) -> None:
+    """Claim and map the pages now, while nobody waits, large ones where the kernel grants them.
+
+    A kernel before 5.14 maps each at its first use instead.
+    """
+    with contextlib.suppress(OSError):
+        mapped.madvise(mmap.MADV_HUGEPAGE)
     with contextlib.suppress(OSError):
         for start in range(0, len(mapped), _TOUCH_BYTES):  # in pieces: the call holds the interpreter lock
-            mapped.madvise(advice, start, min(_TOUCH_BYTES, len(mapped) - start))
+            mapped.madvise(_POPULATE_WRITE, start, min(_TOUCH_BYTES, len(mapped) - start))
 
 
 def _unmap(mapped: mmap.mmap) -> bool:
@@ -178,18 +186,6 @@ def _unmap(mapped: mmap.mmap) -> bool:
     except BufferError:
         return False
     return True
-
-
-def socket_target(name: str) -> str:
-    """Return what gRPC calls an abstract unix socket."""
-    return f"unix-abstract:{name}"
-
-
-def is_socket_here(name: str) -> bool:
-    """Say whether somebody listens on an abstract unix socket in this network namespace; known at once."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)
-        return probe.connect_ex(f"\0{name}") == 0
 
 
 class StagingFolder:

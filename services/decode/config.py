@@ -20,8 +20,9 @@ class DecodeSettings(ServiceSettings):
     dtype: Literal["bf16", "fp32", "int8"] = "bf16"
     """Of weights and KV (int8: weights only). Must be the prefill replicas', or they refuse each other's blocks."""
 
-    kv_bytes: int = Field(default=1 << 30, ge=1 << 16)
-    """Size of the block pool, in bytes. When it runs out, the youngest sequence gives its blocks up for a while."""
+    kv_bytes: int = Field(default=0, ge=0)
+    """Size of the block pool, in bytes; 0 takes what a GPU has left beside weights, graphs and windows, 1 GiB on a CPU.
+    When it runs out, the youngest sequence gives its blocks up for a while."""
 
     threads: int = Field(default=2, ge=1)
     """Torch's threads. More than there are free cores makes them wait for each other."""

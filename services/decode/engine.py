@@ -1,4 +1,10 @@
-"""How do sequences grow token by token? One thread owns the executor, the block pool and the windows."""
+"""How do sequences grow token by token? One thread owns the executor, the block pool and the windows.
+
+Where the executor runs ahead, a step is planned and launched while the device computes the one before, whose tokens are
+not known yet: the plan assumes one more token for each of its rows. A sequence that turns out to have ended has a row
+too many, which is dropped. What is asked of a device happens in the order in which it was asked, so copies of blocks
+between two turns see all steps launched before, and blocks that pass on are written by their new owner after the old.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kernels.batch import Batch, Image, Row, Sampled
+from kernels.batch import Sampled
 from kernels.kv.window import NULL_WINDOW, WindowPool
+from services.decode.flight import Flight, Part, batch_of
 from services.decode.rooms import Rooms
-from services.decode.sampling import has_penalties
 from services.decode.scheduler import Plan, SequenceView, Share, blocks_for, plan_step
 from services.decode.sequence import DecodeSequence, EmbeddingsWanted, Grown, SavedState, StartWanted
 
@@ -77,36 +83,40 @@ class DecodeEngine:
         self._sequences: dict[int, DecodeSequence] = {}
         self._num_starts = 0
         self._num_preemptions = 0
+        self._flight: Flight | None = None
+        self._collected = 0.0  # when, by the monotonic clock
         self.load = Load(total_blocks=pool.total)
 
     # The four beats.
 
     def turn(self) -> bool:
-        """Compute one step; False when there is nothing to compute."""
+        """Plan and launch a step, collect and publish one; False when there is nothing to do.
+
+        They are the same step, or if the executor runs ahead, the one collected is that of the turn before.
+        """
+        if self._flight is not None:
+            self._draw(self._flight)
         plan = self._plan()
-        if not plan.shares:
+        has_landed = self._land(self._launch(plan.shares) if plan.shares else None)
+        if not self._executor.runs_ahead:
+            has_landed = self._land(None)
+        if not has_landed:
             self._take_stock()
-            return bool(plan.resumed or plan.preempted)
-        started = time.monotonic()
-        launched = self._executor.launch(self._batch(plan.shares))
-        sampled = self._executor.collect(launched.with_masks(self._masks(launched.batch)))
-        self._publish(plan.shares, sampled)
-        step_seconds = time.monotonic() - started
-        self._on_step(step_seconds)
-        self._take_stock(len(sampled), step_seconds)
-        return True
+        return bool(has_landed or self._flight or plan.resumed or plan.preempted)
 
     def _plan(self) -> Plan:
         holders = sum(1 for s in self._sequences.values() if s.block_table)
         if holders == len(self._sequences):  # preempted sequences come before newcomers
             self.rooms.grant(num_holders=holders)
         plan = plan_step(
-            [_view(s) for s in self._sequences.values()],
+            [self._view(s) for s in self._sequences.values()],
             free_blocks=self._pool.free_blocks,
             block_tokens=self._block_tokens,
             max_batch=self._max_batch,
             recompute_tokens=self._recompute_tokens,
         )
+        if plan.preempted and self._flight is not None:
+            return Plan()  # the device still writes into those blocks, and maybe some are free once it is done
         for sequence in plan.preempted:
             self._preempt(self._sequences[sequence])
         resumed = tuple(sequence for sequence in plan.resumed if self._resume(self._sequences[sequence]))
@@ -115,51 +125,52 @@ class DecodeEngine:
                 self._sequences[share.sequence].block_table += self._pool.allocate(share.new_blocks)
         return replace(plan, resumed=resumed)
 
-    def _batch(self, shares: Sequence[Share]) -> Batch:
-        rows = []
-        for share in shares:
-            sequence = self._sequences[share.sequence]
-            start = sequence.computed_tokens
-            end = start + share.num_tokens
-            is_last = end == len(sequence.token_ids)
-            rows.append(
-                Row(
-                    sequence=share.sequence,
-                    token_ids=sequence.token_ids[start:end],
-                    position=start,
-                    block_table=sequence.block_table,
-                    sampling=sequence.sampling if is_last else None,
-                    history=sequence.token_ids if is_last and has_penalties(sequence.sampling) else (),
-                    num_prompt_tokens=sequence.num_prompt_tokens,
-                    window=sequence.window,
-                    preceding=sequence.token_ids[max(start - self._executor.preceding_tokens, 0) : start],
-                    images=_images(sequence, start, end),
-                    replay=sequence.replay,
-                )
-            )
-        return Batch(rows=tuple(rows))
+    def _launch(self, shares: Sequence[Share]) -> Flight:
+        parts = [self._part(share) for share in shares]
+        masks_follow = any(part.is_sampled and part.sequence.guide is not None for part in parts)
+        batch = batch_of(parts, preceding_tokens=self._executor.preceding_tokens)
+        step = self._executor.launch(batch, masks_follow=masks_follow)
+        for part in parts:
+            part.sequence.computed_tokens = part.end
+            self._ask_for_embeddings(part.sequence)
+        return Flight(step, {p.sequence.sequence: p for p in parts}, time.monotonic(), is_drawn=not masks_follow)
 
-    def _masks(self, batch: Batch) -> dict[int, bytes]:
-        """Masks that were filled since the last step, while the device computed this one."""
-        guides = {row.sequence: self._sequences[row.sequence].guide for row in batch.rows if row.sampling is not None}
-        return {sequence: guide.mask() for sequence, guide in guides.items() if guide is not None}
+    def _draw(self, flight: Flight) -> None:
+        """Bring the masks that a step still waits for: they were filled while the device computed it."""
+        if flight.is_drawn:
+            return
+        masks = {s.sequence: s.guide.mask() for s in flight.guided() if s.guide and s.sequence in self._sequences}
+        flight.step = self._executor.draw(flight.step, masks)
+        flight.is_drawn = True
 
-    def _publish(self, shares: Sequence[Share], sampled: Sequence[Sampled]) -> None:
-        for share in shares:
-            sequence = self._sequences[share.sequence]
-            sequence.computed_tokens += share.num_tokens
-            self._ask_for_embeddings(sequence)
-        grown = [(self._sequences[row.sequence], row) for row in sampled]
+    def _land(self, launched: Flight | None) -> bool:
+        """Collect and publish the step in flight, if there is one; `launched` takes its place."""
+        landed, self._flight = self._flight, launched
+        if landed is None:
+            return False
+        self._draw(landed)
+        self._publish(landed, self._executor.collect(landed.step))
+        return True
+
+    def _publish(self, landed: Flight, sampled: Sequence[Sampled]) -> None:
+        step_seconds = time.monotonic() - max(landed.started, self._collected)
+        self._collected = time.monotonic()
+        for sequence in landed.leaving:
+            self._let_go(sequence)
+        grown = [(self._sequences[row.sequence], row) for row in sampled if row.sequence in self._sequences]
         events = [(sequence.listener, sequence.append(row)) for sequence, row in grown]
         # One callback for the whole step, so that its tokens leave in one frame.
         self._tell(_deliver, events)
         # Copies come last: nobody waits for them.
-        for share in shares:
-            self._keep_full_blocks(self._sequences[share.sequence], share.num_tokens)
-            self._keep_state(self._sequences[share.sequence])
+        for part in landed.parts.values():
+            if part.sequence.sequence in self._sequences:
+                self._keep_full_blocks(part)
+                self._keep_state(part)
         for (sequence, _), (_, event) in zip(grown, events, strict=True):
             if event.ending is not None:
                 self.release(sequence)
+        self._on_step(step_seconds)
+        self._take_stock(len(grown), step_seconds)
 
     # Jobs, run between two turns.
 
@@ -203,12 +214,42 @@ class DecodeEngine:
         """Forget a sequence, in whatever state it is; its full blocks stay findable. Harmless when repeated."""
         if self._sequences.pop(sequence.sequence, None) is None:
             return
-        self._let_go(sequence)
+        if self._flight is not None and sequence.sequence in self._flight.parts:
+            self._flight.leaving.append(sequence)
+        else:
+            self._let_go(sequence)
         saved = sequence.saved_state
         if saved is not None:
             self._states.keep(sequence.keys[saved.position // self._block_tokens - 1], saved.position, saved.payload)
 
     # Parts of the beats.
+
+    def _view(self, sequence: DecodeSequence) -> SequenceView:
+        """Count a token that is being drawn; hold the sequence back where its next row must wait for this one."""
+        computed, num_tokens = sequence.computed_tokens, len(sequence.token_ids)
+        held_back = 0
+        if self._flight is not None and (part := self._flight.parts.get(sequence.sequence)) is not None:
+            num_tokens += part.is_sampled
+            if num_tokens >= sequence.last_tokens or self._has_state_to_keep(part):
+                held_back = num_tokens - computed
+        if sequence.is_preparing:
+            held_back = num_tokens
+        return SequenceView(
+            sequence=sequence.sequence,
+            priority=sequence.priority,
+            arrival=sequence.sequence,
+            num_tokens=num_tokens,
+            computed_tokens=computed,
+            held_blocks=len(sequence.block_table),
+            held_back_tokens=held_back or sequence.images.held_back(computed, num_tokens),
+        )
+
+    def _part(self, share: Share) -> Part:
+        sequence = self._sequences[share.sequence]
+        start = sequence.computed_tokens
+        end = start + share.num_tokens
+        is_drawing = self._flight is not None and self._flight.draws(share.sequence)
+        return Part(sequence, start, end, is_sampled=end == len(sequence.token_ids) + is_drawing)
 
     def _preempt(self, sequence: DecodeSequence) -> None:
         self._num_preemptions += 1
@@ -255,19 +296,24 @@ class DecodeEngine:
         if sequence.images.move_to(sequence.computed_tokens):
             self._tell(sequence.ask, EmbeddingsWanted(sequence.images.current))
 
-    def _keep_state(self, sequence: DecodeSequence) -> None:
-        """Copy the window state after each whole block of the answer: the last one is where the next turn starts."""
-        position = sequence.computed_tokens
+    def _has_state_to_keep(self, part: Part) -> bool:
+        """After each whole block of the answer there is a state: the last one is where the next turn starts."""
+        position, sequence = part.end, part.sequence
         is_exact = position >= sequence.replay.write_from  # below the hit, windows may be part empty
         if self._states.worker is None or position % self._block_tokens or not is_exact:
-            return
-        if position > sequence.num_prompt_tokens:  # prefill saves the prompt's
-            sequence.saved_state = SavedState(position, self._states.read(sequence.window))
+            return False
+        return position > sequence.num_prompt_tokens  # prefill saves the prompt's
 
-    def _keep_full_blocks(self, sequence: DecodeSequence, num_tokens: int) -> None:
+    def _keep_state(self, part: Part) -> None:
+        """Copy the window state. A sequence with one to keep has no row in the step launched behind: it would go on."""
+        if self._has_state_to_keep(part):
+            part.sequence.saved_state = SavedState(part.end, self._states.read(part.sequence.window))
+
+    def _keep_full_blocks(self, part: Part) -> None:
         """Name the blocks that the step's tokens filled, and offer the answer's to the KV store, once."""
-        last = sequence.computed_tokens // self._block_tokens
-        first = (sequence.computed_tokens - num_tokens) // self._block_tokens
+        sequence = part.sequence
+        last = part.end // self._block_tokens
+        first = part.start // self._block_tokens
         # Below the hit, tokens were computed for their windows' sake: their blocks are there already.
         for block in range(max(first, sequence.replay.write_from // self._block_tokens), last):
             self._pool.publish(sequence.block_table[block], sequence.keys[block])
@@ -290,24 +336,6 @@ class DecodeEngine:
             num_steps=last.num_steps + (step_seconds > 0),
             num_tokens=last.num_tokens + num_tokens,
         )
-
-
-def _view(sequence: DecodeSequence) -> SequenceView:
-    num_tokens, computed = len(sequence.token_ids), sequence.computed_tokens
-    held_back = num_tokens if sequence.is_preparing else sequence.images.held_back(computed, num_tokens)
-    return SequenceView(
-        sequence=sequence.sequence,
-        priority=sequence.priority,
-        arrival=sequence.sequence,
-        num_tokens=num_tokens,
-        computed_tokens=computed,
-        held_blocks=len(sequence.block_table),
-        held_back_tokens=held_back,
-    )
-
-
-def _images(sequence: DecodeSequence, start: int, end: int) -> tuple[Image, ...]:
-    return tuple(Image(i.position, i.num_tokens, i.embeddings) for i in sequence.images.within(start, end))
 
 
 def _deliver(events: Sequence[tuple[Callable[[Grown], None], Grown]]) -> None:

@@ -1,7 +1,8 @@
 """Who may put blocks and a window state here, where do they wait, and when do they become a sequence's?
 
 Runs on the event loop. A ticket names one staging area that no other handoff ever uses, so a late or stale writer can
-only write into memory that nobody reads again. The device is touched at the commit, by the engine thread.
+only write into memory that nobody reads again. The engine thread copies from it into blocks that the ticket holds, and
+nobody can find those before the commit.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -26,13 +26,17 @@ from services.chassis.errors import (
     Overloaded,
     PeerLost,
 )
-from services.chassis.handoff import HOLD_BEAT_SECONDS, NONCE_BYTES, Staging
+from services.chassis.handoff import HOLD_BEAT_SECONDS, NONCE_BYTES
 from services.chassis.telemetry import log, span
-from services.decode.landing import Landing
-from services.decode.reservation import Reservation, State, check_commit, check_reserve
+from services.decode.landing import LAND_SECONDS, Landing
+from services.decode.lanes import Lane
+from services.decode.reservation import Reservation, State, check_commit, check_reserve, open_staging
 
 if TYPE_CHECKING:
+    import socket
+
     from services.chassis.engine_thread import EngineThread
+    from services.chassis.handoff_lane import Hello
     from services.decode.admission import Limits
     from services.decode.rooms import Rooms
 
@@ -79,22 +83,19 @@ class Intake:
         replica: str,
         boot_id: str,
         folder: Path | None,
-        socket_name: str = "",
         counters: Counters,
         wait_seconds: float = WAIT_SECONDS,
         reservation_seconds: float = RESERVATION_SECONDS,
     ) -> None:
-        """folder: private and in shared memory, or None to take blocks over gRPC only.
-
-        socket_name: of the abstract unix socket that the replica also serves, if it does.
-        """
+        """folder: private and in shared memory, or None to have all bytes travel."""
+        self.lane_port = 0
+        """Where blocks come past gRPC; 0: nowhere."""
         self._thread = thread
         self._rooms = rooms
         self._limits = limits
         self._replica = replica
         self._boot_id = boot_id
         self._folder = folder
-        self._socket_name = socket_name
         self._counters = counters
         self._wait_seconds = wait_seconds
         self._reservation_seconds = reservation_seconds
@@ -124,7 +125,7 @@ class Intake:
         nonce = secrets.token_bytes(NONCE_BYTES)
         try:
             present = await self._room(epoch, request, num_blocks, min(self._wait_seconds, expires - now))
-            staging = await self._staging(nonce, num_blocks - present)
+            staging = await open_staging(nonce, num_blocks - present, self._limits, self._folder)
         except BaseException:
             self._thread.post(self._rooms.release, epoch)
             raise
@@ -136,11 +137,12 @@ class Intake:
             request_id=request.request_id,
             expires_unix_seconds=expires,
         )
-        handoff = Reservation(ticket, request.kv_tokens, num_blocks, present, staging)
+        landing = self._landing(epoch, num_blocks, present) if staging is not None else None
+        handoff = Reservation(ticket, request.kv_tokens, num_blocks, present, staging, landing)
         self._handoffs[epoch] = handoff
         self._arm(handoff, expires - time.time())
         path = str(staging.path) if staging is not None and staging.path is not None else ""
-        return ReserveReply(ticket=ticket, present_blocks=present, shm_path=path, socket_name=self._socket_name)
+        return ReserveReply(ticket=ticket, present_blocks=present, shm_path=path, lane_port=self.lane_port)
 
     async def hold(self, request: ReserveRequest) -> AsyncGenerator[HoldReply]:
         """Reserve, and keep the room for as long as the caller listens; give it to gRPC as the handler's response.
@@ -163,6 +165,20 @@ class Intake:
         if error is not None:
             raise error
 
+    def open_lane(self, hello: Hello, connection: socket.socket) -> Lane:
+        """Let a connection bring the blocks of the reservation that it names. Raises BlocksLost for any other."""
+        named = Ticket(boot_id=self._boot_id, epoch=hello.epoch, nonce=hello.nonce)
+        handoff = self._find_for_writing(named)
+        if handoff.lane is not None or handoff.staging is None or handoff.landing is None:
+            raise BlocksLost("this reservation has a lane already, or needs none")
+        handoff.lane = Lane(connection, handoff.landing, handoff.staging, shares_file=hello.shares_file)
+        return handoff.lane
+
+    def lane_failed(self, lane: Lane, error: FathomError) -> None:
+        """End the reservation of a lane that broke or carried nonsense; the holder hears why."""
+        for handoff in [h for h in self._handoffs.values() if h.lane is lane and h.state is State.OPEN]:
+            self._drop(handoff, "damaged", error)
+
     async def push(self, chunks: AsyncIterator[PushChunk]) -> int:
         """Take pieces of blocks into the ticket's staging area; return the bytes taken."""
         handoff: Reservation | None = None
@@ -184,7 +200,7 @@ class Intake:
         handoff.stage(chunk)
 
     async def commit(self, request: CommitRequest) -> None:
-        """Verify what was staged and give it to the engine; if it is wrong, forget the ticket and raise BlocksLost."""
+        """Verify what came and let the sequence start; if it is wrong, forget the ticket and raise BlocksLost."""
         handoff = self._find(request.ticket)
         handoff.state = State.COMMITTING
         try:
@@ -255,33 +271,6 @@ class Intake:
         except TimeoutError:
             raise Overloaded(f"no room for {num_blocks} blocks within {wait_seconds:.1f} s") from None
 
-    async def _staging(self, nonce: bytes, num_blocks: int) -> Staging | None:
-        """Make the staging area: in shared memory if there is any left, else in plain memory."""
-        if num_blocks == 0 and self._limits.window_bytes == 0:
-            return None
-        # In a thread: claiming many megabytes of pages takes a while. If the caller goes away, the area goes as well.
-        making = asyncio.ensure_future(asyncio.to_thread(self._make_staging, nonce, num_blocks))
-        try:
-            return await asyncio.shield(making)
-        except asyncio.CancelledError:
-            making.add_done_callback(lambda made: made.result().close())
-            raise
-
-    def _make_staging(self, nonce: bytes, num_blocks: int) -> Staging:
-        make = partial(
-            Staging,
-            nonce=nonce,
-            num_blocks=num_blocks,
-            block_bytes=self._limits.block_bytes,
-            window_bytes=self._limits.window_bytes,
-        )
-        try:
-            return make(folder=self._folder)
-        except OSError as error:
-            num_bytes = num_blocks * self._limits.block_bytes + self._limits.window_bytes
-            log.warning("decode.intake.shm_full", num_bytes=num_bytes, reason=str(error))
-            return make(folder=None)
-
     def _find_for_writing(self, ticket: Ticket) -> Reservation:
         try:
             return self._find(ticket)
@@ -296,29 +285,41 @@ class Intake:
             raise BlocksLost("this ticket names no open reservation; it expired, was used, or is of another boot")
         return handoff
 
+    def _landing(self, epoch: int, num_blocks: int, present_blocks: int) -> Landing:
+        return Landing(
+            self._thread,
+            self._rooms,
+            epoch,
+            first_block=present_blocks,
+            num_blocks=num_blocks - present_blocks,
+            block_bytes=self._limits.block_bytes,
+            window_bytes=self._limits.window_bytes,
+            on_late=self._counters.count_late_write,
+        )
+
     async def _land(self, handoff: Reservation, request: CommitRequest) -> None:
-        if handoff.staging is not None:
-            landing = Landing(
-                self._thread,
-                self._rooms,
-                handoff.ticket.epoch,
-                handoff.staging,
-                is_wanted=lambda: handoff.state is State.COMMITTING,
-            )
-            await landing.blocks(
-                request.block_crc32, first_block=handoff.present_blocks, block_bytes=self._limits.block_bytes
-            )
-            if self._limits.window_bytes:
-                await landing.window(request.window_crc32)
-            self._announce(handoff, request)
-            await landing.written()
-        else:
-            self._announce(handoff, request)
+        if handoff.staging is not None and handoff.landing is not None:
+            if handoff.lane is not None:
+                await self._lane_end(handoff.lane)
+            await handoff.landing.confirm(handoff.staging, request.block_crc32, request.window_crc32)
+            if handoff.state is not State.COMMITTING:
+                raise BlocksLost("the reservation ended during its commit")
+        self._announce(handoff, request)
         num_bytes = handoff.missing_blocks * self._limits.block_bytes + self._limits.window_bytes
-        self._counters.count_handoff("grpc" if handoff.pushed_bytes else "shm", num_bytes)
+        self._counters.count_handoff(handoff.backend, num_bytes)
+
+    async def _lane_end(self, lane: Lane) -> None:
+        """Wait for what the sender wrote before its commit; nothing can come after that."""
+        try:
+            async with asyncio.timeout(LAND_SECONDS):
+                error = await asyncio.shield(lane.ended)
+        except TimeoutError:
+            raise BlocksLost("the handoff's connection was still open at its commit") from None
+        if error is not None:
+            raise error
 
     def _announce(self, handoff: Reservation, request: CommitRequest) -> None:
-        """Let the sequence start in the same pause of the engine that takes its last blocks in."""
+        """Let the sequence start."""
         handoff.state = State.LANDED
         handoff.end(None)
         request_id = handoff.ticket.request_id
@@ -355,6 +356,8 @@ class Intake:
         handoff.state = State.GONE
         handoff.disarm()
         handoff.end(error)
+        if handoff.lane is not None:
+            handoff.lane.close()
         waiter = self._waiters.get(handoff.ticket.request_id)
         if is_told and waiter is not None and not waiter.done():
             waiter.set_exception(error)

@@ -1,4 +1,4 @@
-"""How do staged bytes get into the pool, and how is it known that they are right?"""
+"""How do a handoff's bytes get into the pool, and how is it known that they are right?"""
 
 from __future__ import annotations
 
@@ -6,71 +6,148 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from services.chassis.errors import BlocksLost
-from services.chassis.handoff import Staging, block_crc32
+from services.chassis.errors import BlocksLost, InvalidRequest
+from services.chassis.handoff_lane import Run, blocks_per_run
 
 if TYPE_CHECKING:
-    from services.chassis.engine_thread import EngineThread, Reply
+    from services.chassis.engine_thread import EngineThread
+    from services.chassis.handoff import Staging
     from services.decode.rooms import Rooms
 
-_GROUP_BYTES = 16 << 20
-"""Verified, then written between two steps: milliseconds. The next group is verified meanwhile."""
+_WINDOW = -1
+LAND_SECONDS = 10.0
+"""Longest wait for what was written before a commit: the engine may be in a long step."""
 
 
 class Landing:
-    """One committed handoff's way from its staging area into the blocks that its epoch holds.
+    """One handoff's way into the blocks and the window that its epoch holds, which nobody reads before its commit.
 
-    Everything is verified where it lies and then copied once. That is safe because the sender has unmapped the area
-    before its commit: nobody can change it any more.
+    Bytes are copied there as they come and the copy is summed, so whatever a sender still writes afterwards changes
+    nothing. The commit compares the sums. `land` and `land_window` may be called from any thread, the rest from the
+    event loop; everything is counted among the blocks that travel.
     """
 
     def __init__(
-        self, thread: EngineThread, rooms: Rooms, epoch: int, staging: Staging, *, is_wanted: Callable[[], bool]
+        self,
+        thread: EngineThread,
+        rooms: Rooms,
+        epoch: int,
+        *,
+        first_block: int,
+        num_blocks: int,
+        block_bytes: int,
+        window_bytes: int,
+        on_late: Callable[[], None],
     ) -> None:
-        """is_wanted: asked before each write; False ends the landing with BlocksLost."""
+        """first_block: where they begin in the sequence's table.  on_late: hears of bytes for room that is gone."""
+        self.block_bytes = block_bytes
+        self.window_bytes = window_bytes
+        self.num_blocks = num_blocks
         self._thread = thread
         self._rooms = rooms
         self._epoch = epoch
-        self._staging = staging
-        self._is_wanted = is_wanted
-        self._writing: Reply[None] | None = None
+        self._first_block = first_block
+        self._on_late = on_late
+        self._begun: set[int] = set()
+        """Places of blocks that the engine was given; -1 for the window state."""
+        self._crcs: dict[int, int] = {}
+        self._window_crc: int | None = None
+        self._whole: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    async def blocks(self, crcs: Sequence[int], *, first_block: int, block_bytes: int) -> None:
-        """Verify and write all that travelled.  first_block: where they begin in the sequence's table."""
-        size = max(1, _GROUP_BYTES // block_bytes)
-        for start in range(0, self._staging.num_blocks, size):
-            group = range(start, min(start + size, self._staging.num_blocks))
-            payloads = await asyncio.to_thread(_verified, self._staging, group, crcs, first_block)
-            await self._write(self._rooms.write, self._epoch, first_block + start, payloads)
+    def check(self, run: Run, *, shares_file: bool) -> None:
+        """Raise InvalidRequest for a run that lies outside the reservation, or has another size than that."""
+        end = run.first + run.num_blocks
+        num_bytes = self.window_bytes if run.is_window else run.num_blocks * self.block_bytes
+        if end > self.num_blocks or run.num_blocks > blocks_per_run(self.block_bytes) or not num_bytes:
+            raise InvalidRequest(f"blocks {run.first} to {end} lie outside the reservation")
+        if run.num_bytes != (0 if shares_file else num_bytes):
+            raise InvalidRequest(f"a run of {num_bytes} bytes came with {run.num_bytes}")
 
-    async def window(self, crc: int) -> None:
-        """Verify and write the window state."""
-        state = await asyncio.to_thread(_verified_window, self._staging, crc)
-        await self._write(self._rooms.write_window, self._epoch, state)
+    def land(self, first: int, payloads: Sequence[memoryview], then: Callable[[], None]) -> None:
+        """Have blocks copied into the pool; `then` is called, in the engine's thread, when they are."""
+        self._begun.update(range(first, first + len(payloads)))
+        self._thread.post(self._land, first, payloads, then)
 
-    async def written(self) -> None:
-        """Wait for the last write, which the engine does before anything that is posted after this call."""
-        if self._writing is not None:
-            await self._writing
+    def land_window(self, payload: memoryview, then: Callable[[], None]) -> None:
+        """As `land`, for the window state."""
+        self._begun.add(_WINDOW)
+        self._thread.post(self._land_window, payload, then)
 
-    async def _write(self, job: Callable[..., None], *arguments: object) -> None:
-        await self.written()
-        if not self._is_wanted():
-            raise BlocksLost("the reservation ended during its commit")
-        self._writing = self._thread.call(job, *arguments)
+    async def confirm(self, staging: Staging, block_crcs: Sequence[int], window_crc: int) -> None:
+        """Take what has not come yet from the staging area, and compare all. Raises BlocksLost when something is wrong.
+
+        Nothing else may call `land` from here on.
+        """
+        await self._take_rest(staging)
+        try:
+            async with asyncio.timeout(LAND_SECONDS):
+                await asyncio.shield(self._whole)
+        except TimeoutError:
+            raise BlocksLost("the engine did not take the blocks in time") from None
+        for place, crc in enumerate(block_crcs):
+            if self._crcs[place] != crc:
+                raise BlocksLost(f"block {self._first_block + place} arrived damaged")
+        if self.window_bytes and self._window_crc != window_crc:
+            raise BlocksLost("the window state arrived damaged")
+
+    async def _take_rest(self, staging: Staging) -> None:
+        """Give the engine what nobody gave it yet; between the groups it may compute a step."""
+        size = blocks_per_run(self.block_bytes)
+        rest = [place for place in range(self.num_blocks) if place not in self._begun]
+        for start in range(0, len(rest), size):
+            group = rest[start : start + size]
+            taken = self._thread.reply()
+            for place in group[:-1]:
+                self.land(place, [staging.block(place)], _nothing)
+            self.land(group[-1], [staging.block(group[-1])], lambda taken=taken: taken.set(None))  # type: ignore[misc]
+            await taken
+        if self.window_bytes and _WINDOW not in self._begun:
+            self.land_window(staging.window(), _nothing)
+
+    # In the engine's thread.
+
+    def _land(self, first: int, payloads: Sequence[memoryview], then: Callable[[], None]) -> None:
+        try:
+            crcs = self._rooms.land(self._epoch, self._first_block + first, payloads)
+        except Exception as error:  # noqa: BLE001 - raised again by `confirm`
+            self._thread.tell(self._fail, error)
+        else:
+            self._thread.tell(self._note, first, crcs)
+        finally:
+            then()
+
+    def _land_window(self, payload: memoryview, then: Callable[[], None]) -> None:
+        try:
+            crc = self._rooms.land_window(self._epoch, payload)
+        except Exception as error:  # noqa: BLE001 - raised again by `confirm`
+            self._thread.tell(self._fail, error)
+        else:
+            self._thread.tell(self._note_window, crc)
+        finally:
+            then()
+
+    # On the event loop.
+
+    def _note(self, first: int, crcs: Sequence[int]) -> None:
+        self._crcs.update(enumerate(crcs, start=first))
+        self._end_if_whole()
+
+    def _note_window(self, crc: int) -> None:
+        self._window_crc = crc
+        self._end_if_whole()
+
+    def _end_if_whole(self) -> None:
+        has_window = self._window_crc is not None or not self.window_bytes
+        if len(self._crcs) == self.num_blocks and has_window and not self._whole.done():
+            self._whole.set_result(None)
+
+    def _fail(self, error: Exception) -> None:
+        if isinstance(error, BlocksLost):
+            self._on_late()
+        if not self._whole.done():
+            self._whole.set_exception(error)
+            self._whole.exception()  # there may never be a commit to raise it
 
 
-def _verified(staging: Staging, blocks: range, crcs: Sequence[int], first_block: int) -> list[memoryview]:
-    payloads = [staging.block(block) for block in blocks]
-    for block, payload in zip(blocks, payloads, strict=True):
-        if block_crc32(payload) != crcs[block]:
-            raise BlocksLost(f"block {first_block + block} arrived damaged")
-    return payloads
-
-
-def _verified_window(staging: Staging, crc: int) -> memoryview:
-    """As `_verified`, for the window state."""
-    payload = staging.window()
-    if block_crc32(payload) != crc:
-        raise BlocksLost("the window state arrived damaged")
-    return payload
+def _nothing() -> None:
+    """Nobody waits for this one alone."""

@@ -24,11 +24,14 @@ _EMBEDDING_ITEM_BYTES = 4  # fp32
 
 
 def load_model(settings: DecodeSettings, progress: Progress) -> Executor:
-    """Read the weights and compute a first batch. Takes seconds; run it in the engine thread, which owns the device."""
+    """Read the weights and compute a first batch. Takes seconds; run it in the engine thread, which owns the device.
+
+    How a GPU's memory is used is told to `progress` before anything is loaded.  Raises NoRoom, which says what helps.
+    """
     executor = Executor.load(
         settings.model,
         dtype=settings.dtype,
-        kv_bytes=settings.kv_bytes,
+        kv_bytes=settings.kv_bytes or None,
         num_windows=settings.max_batch + ARRIVING_WINDOWS,
         replay=replay_of(settings.model),
         threads=settings.threads,

@@ -6,16 +6,21 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from hmac import compare_digest
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from proto.common_pb2 import Ticket
 from proto.decode_pb2 import CommitRequest, PushChunk, ReserveRequest
 from services.chassis.errors import BlocksLost, DeadlinePassed, FathomError, InvalidRequest, PromptTooLong
 from services.chassis.handoff import Staging, check_chunk
+from services.chassis.telemetry import log
 
 if TYPE_CHECKING:
     from services.decode.admission import Limits
+    from services.decode.landing import Landing
+    from services.decode.lanes import Lane
 
 
 class State(Enum):
@@ -37,6 +42,10 @@ class Reservation:
     present_blocks: int
     staging: Staging | None
     """None when nothing has to travel."""
+    landing: Landing | None
+    """As staging."""
+    lane: Lane | None = None
+    """The connection that bytes come on, or news of them."""
     state: State = State.OPEN
     expiry: asyncio.TimerHandle | None = None
     pushed_bytes: int = 0
@@ -73,11 +82,51 @@ class Reservation:
         if self.expiry is not None:
             self.expiry.cancel()
 
+    @property
+    def backend(self) -> str:
+        """How the bytes came: "shm", "tcp" or "grpc"."""
+        if self.pushed_bytes:
+            return "grpc"
+        return "shm" if self.lane is None or self.lane.shares_file else "tcp"
+
     def close(self) -> None:
-        """Give the staging area up."""
+        """Give the staging area up, and receive no more."""
+        if self.lane is not None:
+            self.lane.close()
         if self.staging is not None:
-            self.staging.close()
+            self.staging.remove()
+            # In a thread: giving many pages back takes milliseconds.
+            asyncio.get_running_loop().run_in_executor(None, self.staging.close)
             self.staging = None
+
+
+async def open_staging(nonce: bytes, num_blocks: int, limits: Limits, folder: Path | None) -> Staging | None:
+    """Make a staging area: in shared memory if there is any left, else in plain memory. None when nothing travels."""
+    if num_blocks == 0 and limits.window_bytes == 0:
+        return None
+    # In a thread: claiming many megabytes of pages takes a while. If the caller goes away, the area goes as well.
+    making = asyncio.ensure_future(asyncio.to_thread(_make_staging, nonce, num_blocks, limits, folder))
+    try:
+        return await asyncio.shield(making)
+    except asyncio.CancelledError:
+        making.add_done_callback(lambda made: made.result().close())
+        raise
+
+
+def _make_staging(nonce: bytes, num_blocks: int, limits: Limits, folder: Path | None) -> Staging:
+    make = partial(
+        Staging,
+        nonce=nonce,
+        num_blocks=num_blocks,
+        block_bytes=limits.block_bytes,
+        window_bytes=limits.window_bytes,
+    )
+    try:
+        return make(folder=folder)
+    except OSError as error:
+        num_bytes = num_blocks * limits.block_bytes + limits.window_bytes
+        log.warning("decode.intake.shm_full", num_bytes=num_bytes, reason=str(error))
+        return make(folder=None)
 
 
 def check_reserve(request: ReserveRequest, limits: Limits, *, boot_id: str) -> None:

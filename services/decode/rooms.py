@@ -1,7 +1,7 @@
 """Which blocks and which window belong to which handoff, from reservation to start?
 
-A part of the engine: runs in its thread only. They are written and named only while the handoff's epoch holds them, so
-a late job of a handoff that ended can never touch what was given to others.
+A part of the engine: runs in its thread only. They are written only while the handoff's epoch holds them, so a late
+job of a handoff that ended can never touch what was given to others; and others can find them only after the start.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from kernels.kv.window import NULL_WINDOW
 from services.chassis.errors import BlocksLost, Overloaded
+from services.chassis.handoff import block_crc32
 from services.decode.scheduler import has_room
 
 if TYPE_CHECKING:
@@ -69,21 +70,25 @@ class Rooms:
             num_holders += 1
             room.reply.set(len(found))
 
-    def write(self, epoch: int, first_block: int, payloads: Sequence[memoryview]) -> None:
-        """Write verified payloads into the room's blocks. Raises BlocksLost when the epoch holds none.
+    def land(self, epoch: int, first_block: int, payloads: Sequence[memoryview]) -> list[int]:
+        """Copy payloads into the room's blocks; return the checksums of the copies, which nobody else can change.
 
-        Whatever goes wrong ends the room: its sequence may be about to start, and must not find half of its blocks.
+        Raises BlocksLost when the epoch holds none. Whatever else goes wrong ends the room: its sequence must not find
+        half of its blocks.
         """
         table = self._held(epoch).block_table
         with self._lost_on_error(epoch):
-            for block, payload in enumerate(payloads, start=first_block):
-                self._executor.write_block(table[block], payload)
+            return [
+                self._executor.take_block(table[block], payload) for block, payload in enumerate(payloads, first_block)
+            ]
 
-    def write_window(self, epoch: int, payload: memoryview) -> None:
-        """As `write`, for a verified window state."""
+    def land_window(self, epoch: int, payload: memoryview) -> int:
+        """As `land`, for the window state."""
         window = self._held(epoch).window
         with self._lost_on_error(epoch):
-            self._executor.write_window(window, payload)
+            taken = bytes(payload)
+            self._executor.write_window(window, taken)
+            return block_crc32(taken)
 
     def take(self, epoch: int, keys: Sequence[bytes]) -> tuple[list[int], int]:
         """Name the room's full blocks; pass blocks and window on: afterwards the caller holds them, not the epoch.

@@ -18,16 +18,16 @@ class SequenceView:
     """Counts starts; the smaller came first. A preempted sequence keeps its place."""
 
     num_tokens: int
-    """Prompt and answer so far."""
+    """Prompt and answer so far, a token that is being drawn included."""
 
     computed_tokens: int
-    """Leading tokens whose KV is in its blocks; 0 after a preemption."""
+    """Leading tokens whose KV is in its blocks once all launched steps are done; 0 after a preemption."""
 
     held_blocks: int
     """Blocks it holds; 0 after a preemption."""
 
     held_back_tokens: int = 0
-    """The last of those not computed, which wait: for what was found of them, or for the embeddings of an image."""
+    """The last of those not computed, which wait: for what was found, an image's embeddings, or the step in flight."""
 
     @property
     def pending_tokens(self) -> int:

@@ -92,7 +92,7 @@ class DecodeSequence:
     """Empty before the start and after a preemption."""
     window: int = NULL_WINDOW
     computed_tokens: int = 0
-    """Leading tokens whose KV is in the blocks and the window."""
+    """Leading tokens whose KV is in the blocks and the window once all launched steps are done."""
     replay: Replay = NO_REPLAY
     attempt: int = 0
     """Counts how often it lost its blocks: an answer to an earlier question is of no use."""

@@ -7,8 +7,6 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry
-
 from kernels.kv.pool import BlockPool
 from proto.common_pb2 import FINISH_REASON_ERROR, TokenEvent, TokenFrame
 from proto.decode_pb2 import (
@@ -35,12 +33,11 @@ from proto.events_pb2 import LoadReport
 from services.chassis.embeddings import EmbeddingsRoom, EmbeddingsSource
 from services.chassis.engine_thread import EngineThread
 from services.chassis.errors import NoReplica, to_stream_error
-from services.chassis.handoff import StagingFolder, socket_target
+from services.chassis.handoff import StagingFolder
 from services.chassis.kvstore_client import Stores
 from services.chassis.kvstore_writer import BlockWriter, Writeback
 from services.chassis.load_reports import report_load
 from services.chassis.request_tasks import RequestStream, RequestTasks
-from services.chassis.server import HouseServer
 from services.chassis.service import Service
 from services.chassis.telemetry import log
 from services.chassis.window_metrics import WindowStoreCollector
@@ -48,9 +45,10 @@ from services.decode.config import DecodeSettings
 from services.decode.engine import RECOMPUTE_TOKENS, DecodeEngine, Load
 from services.decode.flow import AnswerFlow, Surroundings
 from services.decode.intake import RESERVATION_SECONDS, WAIT_SECONDS, Intake
+from services.decode.lanes import Lanes
 from services.decode.metrics import PREFIX, DecodeMetrics, LoadCollector
 from services.decode.model import card_of, limits_of, load_model, open_grammars
-from services.decode.states import States, open_worker
+from services.decode.states import States, open_worker, states_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -159,7 +157,6 @@ def assemble(
     boot_id: str,
     max_batch: int,
     folder: Path | None,
-    socket_name: str = "",
     channel: Callable[[str], grpc.aio.Channel],
     kvstore: Stores | None = None,
     windows: WindowWorker | None = None,
@@ -170,8 +167,7 @@ def assemble(
 ) -> Replica:
     """Put engine, intake and servicer together around a loaded model; the thread drives the engine from here on.
 
-    folder: private and in shared memory; None takes blocks over gRPC only.  socket_name: of the abstract unix socket
-    that the caller serves the replica on as well, if any.  channel: the cached one to an address.
+    folder: private and in shared memory; None has all bytes travel.  channel: the cached one to an address.
     windows: the host's saved window states; None keeps and finds none.  grammars: None obeys none.
     """
     writer = None
@@ -199,7 +195,6 @@ def assemble(
         replica=replica,
         boot_id=boot_id,
         folder=folder,
-        socket_name=socket_name,
         counters=metrics,
         wait_seconds=wait_seconds,
         reservation_seconds=reservation_seconds,
@@ -219,7 +214,7 @@ async def build(service: Service) -> None:
     service.spawn(thread.run(), "decode engine")
     executor = await thread.call(load_model, settings, service.progress)
     folder = _staging_folder(service)
-    windows = await asyncio.to_thread(open_worker, executor, max_bytes=settings.kv_bytes // 4)
+    windows = await asyncio.to_thread(open_worker, executor, max_bytes=states_bytes(settings.kv_bytes))
     if windows is not None:
         service.on_stop(windows.close)
         service.metrics.register(WindowStoreCollector(PREFIX, windows.store.counts))
@@ -235,7 +230,6 @@ async def build(service: Service) -> None:
         boot_id=service.boot_id,
         max_batch=settings.max_batch,
         folder=folder.path if folder is not None else None,
-        socket_name=f"fathom-{service.boot_id}",
         kvstore=Stores.of(settings.kvstore_address, lambda address: service.channel(address, "kvstore")),
     )
     service.on_drain(replica.servicer.tasks.drain)
@@ -247,21 +241,20 @@ async def build(service: Service) -> None:
     service.spawn(report_load(service.bus.publish_load, lambda: _report(service, engine.load)), "load reports")
     service.advertise(model=card_of(executor, settings.model), total_blocks=engine.load.total_blocks)
     add_to_server(replica, service.server)
-    await _serve_neighbours(service, replica, f"fathom-{service.boot_id}")
+    _open_lanes(service, replica.intake)
 
 
-async def _serve_neighbours(service: Service, replica: Replica, socket_name: str) -> None:
-    """Serve on an abstract unix socket too: for Push it is faster than loopback TCP, and it needs no shared folder."""
-    server = HouseServer(CollectorRegistry())  # its calls are counted by the intake; the house's counts are the port's
-    add_to_server(replica, server)
-    server.complete()
-    server.add_insecure_port(socket_target(socket_name))
-    await server.start()
-
-    async def close() -> None:
-        await server.stop(0)
-
-    service.on_stop(close)
+def _open_lanes(service: Service, intake: Intake) -> None:
+    """Take blocks on a plain socket, too: beside the gRPC port, which a firewall can name; on loopback on any."""
+    host, _, port = service.settings.listen.rpartition(":")
+    is_local = host in {"127.0.0.1", "localhost", "[::1]"}
+    neighbour = 0 if is_local or port in {"0", "65535"} else int(port) + 1
+    try:
+        lanes = Lanes.open(intake, host.strip("[]"), neighbour)
+    except OSError as error:
+        log.warning("decode.lanes.unavailable", reason=str(error))
+    else:
+        service.on_stop(lanes.close)
 
 
 def _staging_folder(service: Service) -> StagingFolder | None:

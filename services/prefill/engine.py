@@ -1,4 +1,9 @@
-"""How do prompts become KV and a first token? One thread owns the executor, the block pool and the windows."""
+"""How do prompts become KV and a first token? One thread owns the executor, the block pool and the windows.
+
+Where the executor runs ahead, a step is planned and launched while the device computes the one before. What is asked of
+a device happens in the order in which it was asked, so copies of blocks between two turns see all steps launched
+before, and blocks that pass on are written by their new owner after the old.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +15,7 @@ from typing import TYPE_CHECKING
 from kernels.batch import Batch, Image, Row, Sampled
 from kernels.kv.window import NULL_WINDOW, WindowPool
 from services.chassis.errors import BlocksLost
+from services.prefill.flight import Flight, Part
 from services.prefill.prompt import ChunkDone, EmbeddingsWanted, FirstTokenSampled, HitFound, LastChunkStarted, Prompt
 from services.prefill.sampling import has_penalties
 from services.prefill.scheduler import Chunk, PromptView, next_chunks, step_budget, to_admit
@@ -74,23 +80,26 @@ class PrefillEngine:
         self._on_step = on_step
         self._prompts: dict[int, Prompt] = {}
         self._num_submits = 0
+        self._flight: Flight | None = None
+        self._collected = 0.0  # when, in seconds since the Unix epoch
         self.load = Load(total_blocks=pool.total)
 
     # The four beats.
 
     def turn(self) -> bool:
-        """Compute one step; False when there is nothing to compute."""
+        """Plan and launch a step, collect and publish one; False when there is nothing to do.
+
+        They are the same step, or if the executor runs ahead, the one collected is that of the turn before.
+        """
+        if self._flight is not None and self._flight.is_scored:
+            self._land(None)
         chunks = self._plan()
-        if not chunks:
+        has_landed = self._land(self._launch(chunks) if chunks else None)
+        if not self._executor.runs_ahead:
+            has_landed = self._land(None)
+        if not has_landed:
             self._take_stock()
-            return False
-        started = time.time()
-        step = self._executor.launch(self._batch(chunks))
-        sampled = self._executor.collect(step)
-        for sequence, scores in self._executor.score(step).items():
-            self._prompts[sequence].scores += scores
-        self._publish(chunks, sampled, started, time.time())
-        return True
+        return has_landed or self._flight is not None
 
     def _plan(self) -> list[Chunk]:
         views = [self._view(prompt) for prompt in self._prompts.values()]
@@ -103,8 +112,8 @@ class PrefillEngine:
         speed = self.load.tokens_per_second
         return next_chunks(views, chunk_tokens=step_budget(chunk_tokens=self._chunk_tokens, tokens_per_second=speed))
 
-    def _batch(self, chunks: Sequence[Chunk]) -> Batch:
-        rows = []
+    def _launch(self, chunks: Sequence[Chunk]) -> Flight:
+        rows, parts = [], {}
         for chunk in chunks:
             prompt = self._prompts[chunk.sequence]
             if not prompt.first_chunk:
@@ -113,25 +122,43 @@ class PrefillEngine:
             if is_last:
                 self._tell(prompt.listener, LastChunkStarted())
             rows.append(self._row(prompt, chunk.num_tokens, is_last=is_last))
-        return Batch(rows=tuple(rows))
+            start = prompt.computed_tokens
+            parts[chunk.sequence] = Part(prompt, start, start + chunk.num_tokens)
+        started = time.time()
+        step = self._executor.launch(Batch(rows=tuple(rows)))
+        for part in parts.values():
+            part.prompt.computed_tokens = part.end
+            self._ask_for_embeddings(part.prompt)
+        return Flight(step, parts, started)
 
-    def _publish(self, chunks: Sequence[Chunk], sampled: Sequence[Sampled], started: float, ended: float) -> None:
+    def _land(self, launched: Flight | None) -> bool:
+        """Collect and publish the step in flight, if there is one; `launched` takes its place."""
+        landed, self._flight = self._flight, launched
+        if landed is None:
+            return False
+        sampled = self._executor.collect(landed.step)
+        for sequence, scores in self._executor.score(landed.step).items():
+            if sequence in self._prompts:
+                self._prompts[sequence].scores += scores
+        self._publish(landed, sampled)
+        return True
+
+    def _publish(self, landed: Flight, sampled: Sequence[Sampled]) -> None:
+        started, ended = max(landed.started, self._collected), time.time()
+        self._collected = ended
+        for prompt in landed.leaving:
+            self._let_go(prompt)
         tokens = {row.sequence: row for row in sampled}
-        full: list[tuple[Prompt, range]] = []
-        for chunk in chunks:
-            prompt = self._prompts[chunk.sequence]
-            full.append((prompt, self._advance(prompt, chunk.num_tokens)))
-            self._tell(prompt.listener, ChunkDone(chunk.num_tokens, started, ended))
-            if (token := tokens.get(chunk.sequence)) is not None:
-                self._tell(prompt.listener, self._first_token(prompt, token))
+        parts = [part for sequence, part in landed.parts.items() if sequence in self._prompts]
+        for part in parts:
+            self._name_full_blocks(part)
+            self._tell(part.prompt.listener, ChunkDone(part.num_tokens, started, ended))
+            if (token := tokens.get(part.prompt.sequence)) is not None:
+                self._tell(part.prompt.listener, self._first_token(part.prompt, token))
         # Copies come last: nobody waits for them.
-        for prompt, blocks in full:
-            for block in blocks:
-                self._writeback.offer(prompt.origin, prompt.keys, block, prompt.block_table[block])
-            if prompt.computed_tokens in prompt.stops:
-                last = prompt.computed_tokens // self._block_tokens - 1
-                self._states.keep(prompt.keys[last], prompt.computed_tokens, prompt.window)
-        self._take_stock(sum(chunk.num_tokens for chunk in chunks), ended - started)
+        for part in parts:
+            self._keep(part)
+        self._take_stock(landed.num_tokens, ended - started)
 
     # Jobs, run between two turns.
 
@@ -196,7 +223,11 @@ class PrefillEngine:
 
     def release(self, prompt: Prompt) -> None:
         """Forget a prompt, in whatever state it is; its full blocks stay findable. Harmless when repeated."""
-        if self._prompts.pop(prompt.sequence, None) is not None:
+        if self._prompts.pop(prompt.sequence, None) is None:
+            return
+        if self._flight is not None and prompt.sequence in self._flight.parts:
+            self._flight.leaving.append(prompt)
+        else:
             self._let_go(prompt)
 
     # Parts of the beats.
@@ -204,6 +235,8 @@ class PrefillEngine:
     def _view(self, prompt: Prompt) -> PromptView:
         needed = 0 if prompt.block_table else -(-len(prompt.token_ids) // self._block_tokens)
         num_tokens, computed = len(prompt.token_ids), prompt.computed_tokens
+        part = self._flight.parts.get(prompt.sequence) if self._flight is not None else None
+        must_wait = part is not None and part.ends_at_stop
         return PromptView(
             sequence=prompt.sequence,
             priority=prompt.priority,
@@ -211,7 +244,7 @@ class PrefillEngine:
             remaining_tokens=prompt.remaining_tokens,
             needed_blocks=needed,
             is_loading=prompt.is_loading,
-            held_back_tokens=prompt.images.held_back(computed, num_tokens),
+            held_back_tokens=prompt.remaining_tokens if must_wait else prompt.images.held_back(computed, num_tokens),
             position=computed,
             stops=prompt.stops,
             images=prompt.spans,
@@ -264,18 +297,19 @@ class PrefillEngine:
         self._windows.release(prompt.window)
         prompt.block_table, prompt.window = [], NULL_WINDOW
 
-    def _advance(self, prompt: Prompt, num_tokens: int) -> range:
-        """Count computed tokens and name the blocks they filled; return the places in the table of those to write.
-
-        Tokens below the hit were computed for their windows' sake: their blocks are there already.
-        """
-        before = prompt.computed_tokens // self._block_tokens
-        prompt.computed_tokens += num_tokens
-        self._ask_for_embeddings(prompt)
-        end = prompt.computed_tokens // self._block_tokens
-        for block in range(max(before, prompt.reusable_blocks), end):
+    def _name_full_blocks(self, part: Part) -> None:
+        """Tokens below the hit were computed for their windows' sake: their blocks are there already."""
+        prompt, size = part.prompt, self._block_tokens
+        for block in range(max(part.start // size, prompt.reusable_blocks), part.end // size):
             self._pool.publish(prompt.block_table[block], prompt.keys[block])
-        return range(max(before, prompt.known_blocks), end)
+
+    def _keep(self, part: Part) -> None:
+        """Offer full blocks that were not known before to the KV store, and save the window state at a stop."""
+        prompt, size = part.prompt, self._block_tokens
+        for block in range(max(part.start // size, prompt.known_blocks), part.end // size):
+            self._writeback.offer(prompt.origin, prompt.keys, block, prompt.block_table[block])
+        if part.ends_at_stop:
+            self._states.keep(prompt.keys[part.end // size - 1], part.end, prompt.window)
 
     def _ask_for_embeddings(self, prompt: Prompt) -> None:
         if prompt.images.move_to(prompt.computed_tokens):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,19 +12,14 @@ from typing import Any, Protocol
 import grpc.aio
 import structlog
 
-from proto.decode_pb2 import AbortRequest, CommitRequest, HoldReply, PushChunk, ReserveReply, ReserveRequest
+from proto.decode_pb2 import AbortRequest, CommitRequest, HoldReply, ReserveReply, ReserveRequest
 from proto.decode_pb2_grpc import DecodeStub, IntakeStub
 from proto.prefill_pb2 import PrefillDeliver
-from services.chassis.channel import open_channel
 from services.chassis.errors import BlocksLost, DeadlinePassed, FathomError, PeerLost
-from services.chassis.handoff import (
-    HOLD_SILENCE_SECONDS,
-    PeerStaging,
-    StagingUnavailableError,
-    is_socket_here,
-    socket_target,
-)
-from services.prefill.pushing import Blocks, fill, pieces
+from services.chassis.handoff import HOLD_SILENCE_SECONDS, PeerStaging, StagingUnavailableError
+from services.chassis.handoff_lane import LaneUnavailableError, connect
+from services.prefill.pushing import Blocks, pieces
+from services.prefill.sending import SENDERS, Sender, Way
 
 _ABORT_SECONDS = 1.0
 _REASON_SECONDS = 0.5
@@ -94,12 +89,11 @@ class Handoff:
         self._cargo = cargo
         self._deadline = deadline_unix_seconds
         self._backend = "grpc"
-        self._socket_name = ""
-        """Where Push goes instead of the network."""
+        self._host = target.address.rpartition(":")[0].strip("[]")
         self._reserved: asyncio.Future[ReserveReply] = asyncio.get_running_loop().create_future()
         # Tasks of their own: whoever stops waiting for the ticket must still be able to give it back.
         self._holding = asyncio.create_task(self._hold(target.boot_id), name="handoff hold")
-        self._mapping = asyncio.create_task(self._find_way(), name="handoff map")
+        self._mapping = asyncio.create_task(self._find_way(), name="handoff way")
         for task in (self._holding, self._mapping):
             task.add_done_callback(_take_note)
 
@@ -146,9 +140,7 @@ class Handoff:
             self._holding.cancel()
             self._reserved.cancel()  # by itself, if it was so early that the other has not even begun
             with suppress(FathomError, asyncio.CancelledError):
-                staging = await self._mapping
-                if staging is not None:
-                    staging.close()
+                _close_later(await self._mapping)
 
     async def _hold(self, boot_id: str) -> None:
         """Ask for room and keep it until the commit. Raises the FathomError that it was lost with."""
@@ -189,36 +181,43 @@ class Handoff:
             window_bytes=self._cargo.window_bytes,
         )
 
-    async def _find_way(self) -> PeerStaging | None:
-        """Map the file that the reservation names while the last chunk is computed; None when it is not here."""
+    async def _find_way(self) -> Way:
+        """Map the file that the reservation names, and connect to its lane, while the last chunk is computed."""
         reservation = await asyncio.shield(self._reserved)
-        staging = await self._map(reservation) if reservation.shm_path else None
-        if staging is None and reservation.socket_name and is_socket_here(reservation.socket_name):
-            self._socket_name = reservation.socket_name
-        return staging
+        if self._cargo.num_blocks == reservation.present_blocks and not self._cargo.window_bytes:
+            return Way()
+        return await asyncio.to_thread(self._open_way, reservation)
 
-    async def _map(self, reservation: ReserveReply) -> PeerStaging | None:
-        try:
-            return await asyncio.to_thread(
-                PeerStaging,
-                reservation.shm_path,
-                nonce=reservation.ticket.nonce,
-                num_blocks=self._cargo.num_blocks - reservation.present_blocks,
-                block_bytes=self._cargo.block_bytes,
-                window_bytes=self._cargo.window_bytes,
-            )
-        except StagingUnavailableError as error:  # then decode runs on another host
-            log.info("handoff.shm.unavailable", replica=self.replica, reason=str(error))
-            return None
+    def _open_way(self, reservation: ReserveReply) -> Way:
+        """Blocks the calling thread, for seconds if the network swallows what is sent to the lane."""
+        way, num_blocks = Way(), self._cargo.num_blocks - reservation.present_blocks
+        sizes = {"block_bytes": self._cargo.block_bytes, "window_bytes": self._cargo.window_bytes}
+        if reservation.shm_path:
+            try:
+                way.staging = PeerStaging(
+                    reservation.shm_path, nonce=reservation.ticket.nonce, num_blocks=num_blocks, **sizes
+                )
+            except StagingUnavailableError as error:  # then decode runs on another host
+                log.info("handoff.shm.unavailable", replica=self.replica, reason=str(error))
+        if reservation.lane_port and self._host:
+            shares_file = way.staging is not None
+            try:
+                way.lane = connect(self._host, reservation.lane_port, reservation.ticket, shares_file=shares_file)
+            except LaneUnavailableError as error:
+                log.info("handoff.lane.unavailable", replica=self.replica, reason=str(error))
+            else:
+                if not shares_file:
+                    way.make_buffers(num_blocks, **sizes)
+        return way
 
     async def _send(self, reservation: ReserveReply, blocks: Blocks, first_token_id: int, cached_tokens: int) -> None:
         cargo = self._cargo
         wanted = range(reservation.present_blocks, cargo.num_blocks)
-        staging = await asyncio.shield(self._mapping)
+        way = await asyncio.shield(self._mapping)
+        self._backend = way.backend
         crcs: list[int] = []
-        if staging is not None:
-            self._backend = "shm"
-            crcs = await fill(staging, wanted, blocks, has_window=bool(cargo.window_bytes))
+        if way.backend != "grpc":
+            crcs = await self._send_past_grpc(way, wanted, blocks)
         elif wanted or cargo.window_bytes:
             chunks = pieces(
                 reservation.ticket,
@@ -228,7 +227,7 @@ class Handoff:
                 window_bytes=cargo.window_bytes,
                 crcs=crcs,
             )
-            await self._push(chunks)
+            await self._stub.Push(chunks, timeout=self._seconds_left())
         await self._stub.Commit(
             CommitRequest(
                 ticket=reservation.ticket,
@@ -240,20 +239,27 @@ class Handoff:
             ),
             timeout=self._seconds_left(),
         )
+        _close_later(way)
 
-    async def _push(self, chunks: AsyncIterator[PushChunk]) -> None:
-        """Send the pieces, past the network if decode is next door."""
-        if not self._socket_name:
-            await self._stub.Push(chunks, timeout=self._seconds_left())
-            return
-        async with open_channel(socket_target(self._socket_name), peer=self.replica) as channel:
-            await DecodeStub(channel).Push(chunks, timeout=self._seconds_left())
+    async def _send_past_grpc(self, way: Way, wanted: range, blocks: Blocks) -> list[int]:
+        cargo = self._cargo
+        sender = Sender(way, wanted, blocks, block_bytes=cargo.block_bytes, window_bytes=cargo.window_bytes)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(SENDERS, sender.send, self._deadline)
+        except BaseException:
+            sender.stop()
+            raise
 
     def _seconds_left(self) -> float:
         left = self._deadline - time.time()
         if left <= 0:
             raise DeadlinePassed("the handoff's deadline passed")
         return left
+
+
+def _close_later(way: Way) -> None:
+    """Let go in a thread: unmapping many pages takes milliseconds, and nobody waits for it."""
+    asyncio.get_running_loop().run_in_executor(None, way.close)
 
 
 def _take_note(task: asyncio.Task[Any]) -> None:

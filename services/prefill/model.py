@@ -20,18 +20,24 @@ Progress = Callable[[str, int, int], None]
 
 MAX_WINDOWS = 32
 """Prompts that hold blocks at once, where the model has windows: those computed, and those being handed over."""
+_LEAST_STEP_TOKENS = 2048
+"""That a GPU keeps memory for: proofs at start are steps too."""
 _EMBEDDING_ITEM_BYTES = 4  # fp32
 
 
 def load_model(settings: PrefillSettings, progress: Progress) -> Executor:
-    """Read the weights and compute a first batch. Takes seconds; run it in the engine thread, which owns the device."""
+    """Read the weights and compute a first batch. Takes seconds; run it in the engine thread, which owns the device.
+
+    How a GPU's memory is used is told to `progress` before anything is loaded.  Raises NoRoom, which says what helps.
+    """
     executor = Executor.load(
         settings.model,
         dtype=settings.dtype,
-        kv_bytes=settings.kv_bytes,
+        kv_bytes=settings.kv_bytes or None,
         num_windows=MAX_WINDOWS,
         replay=replay_of(settings.model),
         threads=settings.threads,
+        step_tokens=max(settings.chunk_tokens, _LEAST_STEP_TOKENS),
         progress=progress,
     )
     executor.warm_up(progress)

@@ -95,7 +95,7 @@ class Prompt:
     known_blocks: int = 0
     """Leading blocks that were found or loaded at any time: not offered to the KV store again."""
     computed_tokens: int = 0
-    """Leading tokens whose KV is in the blocks and the window."""
+    """Leading tokens whose KV is in the blocks and the window once all launched steps are done."""
     cached_tokens: int = 0
     """Those of them that were found, not computed."""
     replay: Replay = NO_REPLAY

@@ -1,16 +1,15 @@
-"""How do blocks and the window leave the device: once copied, summed meanwhile, never more than a group at a time?"""
+"""How do blocks and the window leave the device, and how do they become messages where only gRPC gets through?"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from proto.common_pb2 import Ticket
 from proto.decode_pb2 import PushChunk
-from services.chassis.errors import InternalError
-from services.chassis.handoff import PeerStaging, block_crc32, chunks_of
+from services.chassis.handoff import block_crc32, chunks_of
 
 if TYPE_CHECKING:
     from services.chassis.engine_thread import EngineThread
@@ -18,65 +17,48 @@ if TYPE_CHECKING:
     from services.prefill.prompt import Prompt
 
 _GROUP_BYTES = 16 << 20
-"""Copied off the device between two steps: milliseconds, and the bound on host memory where it is not shared."""
-_GROUPS_AHEAD = 2
-"""Asked of the engine at a time: it need not wait for us between them, and its pause stays short."""
+"""Copied off the device between two steps: milliseconds, and the bound on host memory."""
+
+
+Copied = Callable[[Exception | None], None]
+"""Is told, in the engine's thread, when a copy is done, or what kept it from being done."""
 
 
 class Blocks(Protocol):
-    """A prompt's KV on the device."""
+    """A prompt's KV on the device. The copies fail with BlocksLost once the prompt was released."""
+
+    def post_copy(self, blocks: range, places: Sequence[memoryview], then: Copied) -> None:
+        """Have blocks of the prompt's table copied to host memory, one to each place. May be called from any thread."""
+
+    def post_copy_window(self, place: memoryview, then: Copied) -> None:
+        """Have the prompt's window state copied to host memory. May be called from any thread."""
 
     async def copy(self, blocks: range, places: Sequence[memoryview]) -> None:
-        """Copy blocks of the prompt's table to host memory, one to each place."""
+        """As `post_copy`, and wait."""
 
     async def copy_window(self, place: memoryview) -> None:
-        """Copy the prompt's window state to host memory."""
+        """As `post_copy_window`, and wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptBlocks:
-    """The KV of a prompt in the engine. Both methods raise BlocksLost once the prompt was released."""
+    """The KV of a prompt in the engine."""
 
     thread: EngineThread
     engine: PrefillEngine
     prompt: Prompt
+
+    def post_copy(self, blocks: range, places: Sequence[memoryview], then: Copied) -> None:
+        self.thread.post(_and_tell, then, self.engine.copy_blocks, self.prompt, blocks, places)
+
+    def post_copy_window(self, place: memoryview, then: Copied) -> None:
+        self.thread.post(_and_tell, then, self.engine.copy_window, self.prompt, place)
 
     async def copy(self, blocks: range, places: Sequence[memoryview]) -> None:
         await self.thread.call(self.engine.copy_blocks, self.prompt, blocks, places)
 
     async def copy_window(self, place: memoryview) -> None:
         await self.thread.call(self.engine.copy_window, self.prompt, place)
-
-
-async def fill(staging: PeerStaging, wanted: range, blocks: Blocks, *, has_window: bool) -> list[int]:
-    """Copy blocks and window straight into a peer's file and let go of it; return the checksums, the window's last.
-
-    Groups are summed in other threads while the engine copies the next ones.
-    """
-    ahead = asyncio.Semaphore(_GROUPS_AHEAD)
-
-    async def move(group: range) -> list[int]:
-        async with ahead:
-            places = [staging.block(block - wanted.start) for block in group]
-            await blocks.copy(group, places)
-        return await asyncio.to_thread(_sum, places)
-
-    async def move_window() -> list[int]:
-        async with ahead:
-            place = staging.window()
-            await blocks.copy_window(place)
-        return await asyncio.to_thread(_sum, [place])
-
-    moves = [move(group) for group in _groups(wanted, len(staging.block(0)) if wanted else 1)]
-    moving = [asyncio.create_task(work) for work in (*moves, *((move_window(),) if has_window else ()))]
-    try:
-        crcs = [crc for each in await asyncio.gather(*moving) for crc in each]
-    finally:
-        for each in moving:
-            each.cancel()
-    if not staging.close():
-        raise InternalError("somebody still writes into the staging area that is to be committed")
-    return crcs
 
 
 async def pieces(
@@ -109,15 +91,16 @@ def _groups(wanted: range, block_bytes: int) -> Iterator[range]:
         yield wanted[start : start + size]
 
 
-def _sum(places: Sequence[memoryview]) -> list[int]:
-    """Return the checksums, and let go of the places."""
-    crcs = [block_crc32(place) for place in places]
-    for place in places:
-        place.release()
-    return crcs
-
-
 def _cut(payload: memoryview, block: int | None, ticket: Ticket | None) -> tuple[list[PushChunk], int]:
     """Cut a block, or with None the window state."""
     chunks = chunks_of(payload, block_index=block or 0, ticket=ticket, is_window=block is None)
     return list(chunks), block_crc32(payload)
+
+
+def _and_tell(then: Copied, copy: Callable[..., None], *arguments: object) -> None:
+    try:
+        copy(*arguments)
+    except Exception as error:  # noqa: BLE001 - raised again by whoever asked
+        then(error)
+    else:
+        then(None)

@@ -35,7 +35,7 @@ class PromptView:
     """Waits for what was found of it; computes nothing meanwhile."""
 
     held_back_tokens: int = 0
-    """The last of the remaining ones, which wait for the embeddings of an image."""
+    """The last of the remaining ones, which wait for the embeddings of an image, or for the step in flight."""
 
     position: int = 0
     """Where its next chunk starts."""

@@ -34,7 +34,7 @@ from services.prefill.flow import DELIVER_SECONDS, PromptFlow, Surroundings
 from services.prefill.handoff import aborts_said
 from services.prefill.metrics import PREFIX, LoadCollector, PrefillMetrics
 from services.prefill.model import card_of, limits_of, load_model, open_grammars
-from services.prefill.states import States, open_worker
+from services.prefill.states import States, open_worker, states_bytes
 
 if TYPE_CHECKING:
     import grpc.aio
@@ -183,7 +183,7 @@ async def build(service: Service) -> None:
     service.on_stop(thread.stop)
     service.spawn(thread.run(), "prefill engine")
     executor = await thread.call(load_model, settings, service.progress)
-    windows = await asyncio.to_thread(open_worker, executor, max_bytes=settings.kv_bytes // 4)
+    windows = await asyncio.to_thread(open_worker, executor, max_bytes=states_bytes(settings.kv_bytes))
     if windows is not None:
         service.on_stop(windows.close)
         service.metrics.register(WindowStoreCollector(PREFIX, windows.store.counts))

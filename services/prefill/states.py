@@ -16,6 +16,15 @@ if TYPE_CHECKING:
     from kernels.executor import Executor
 
 
+_ASSUMED_POOL_BYTES = 1 << 30
+"""What a pool is taken for that was not given a size."""
+
+
+def states_bytes(kv_bytes: int) -> int:
+    """Return how much of the host's memory saved states may take beside a pool of that size; 0: of unknown size."""
+    return (kv_bytes or _ASSUMED_POOL_BYTES) // 4
+
+
 def open_worker(executor: Executor, *, max_bytes: int, root: Path = SHM_ROOT) -> WindowWorker | None:
     """Open this host's window store for the model; None for a model without windows, or without shared memory."""
     spec = executor.window

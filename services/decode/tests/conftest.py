@@ -16,7 +16,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(params=["shm", "grpc"])
 async def rig(request, folder, tmp_path):
     """A replica that takes KV in either way, and leaves nothing behind: no block, no file."""
-    async with decode_replica(folder, shm=tmp_path if request.param == "shm" else None) as running:
+    is_shared = request.param == "shm"
+    async with decode_replica(folder, shm=tmp_path if is_shared else None, has_lanes=is_shared) as running:
         yield running
         await running.idle()
     assert [] == list(tmp_path.iterdir())

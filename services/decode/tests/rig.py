@@ -4,7 +4,7 @@ import asyncio
 import functools
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,11 +32,13 @@ from services.chassis.kvstore_writer import BlockWriter
 from services.chassis.streams import PeerStream
 from services.chassis.testing import serve
 from services.chassis.window_store import WindowWorker
+from services.decode.lanes import Lanes
 from services.decode.metrics import DecodeMetrics
 from services.decode.model import replay_of
 from services.decode.sampling import has_penalties, sampling_params
 from services.decode.server import Replica, add_to_server, assemble
 from services.decode.states import open_worker
+from services.decode.tests.lane_peer import open_lane, send, tell
 from services.decode.tests.tiny_model import write_tiny_model
 
 BLOCK = 16
@@ -46,11 +48,12 @@ BOOT = "boot-1"
 
 
 @functools.cache
-def load(folder: Path, num_blocks: int) -> Executor:
-    """Load a tiny model; one executor per pool size is shared by all tests."""
+def load(folder: Path, num_blocks: int, *, run_ahead: bool | None = None) -> Executor:
+    """Load a tiny model; one executor per pool size and way of running is shared by all tests."""
     if not folder.exists():
         write_tiny_model(folder)
     asked: dict[str, Any] = {"num_blocks": num_blocks, "block_tokens": BLOCK, "num_windows": NUM_WINDOWS}
+    asked["run_ahead"] = run_ahead
     return Executor.load(folder, dtype="fp32", threads=1, replay=replay_of(folder), **asked)
 
 
@@ -198,7 +201,7 @@ class Rig:
     async def hold(self, wanted: Request) -> tuple[Any, ReserveReply]:
         """Reserve as prefill does, and keep the room with the call that is returned too."""
         call: Any = self.holds.Hold(self.ask(wanted), timeout=20)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             first: HoldReply = await call.read()
         return call, first.reserved
 
@@ -206,6 +209,9 @@ class Rig:
         """Send the missing blocks and the window the way the reservation says; return the blocks' checksums."""
         missing = blocks[reply.present_blocks :]
         crcs = [block_crc32(block) for block in missing]
+        if reply.lane_port and not reply.shm_path:
+            await asyncio.to_thread(send, await open_lane(reply, shares_file=False), missing, window)
+            return crcs
         if reply.shm_path:
             fill(
                 PeerStaging(
@@ -218,6 +224,9 @@ class Rig:
                 missing,
                 window,
             )
+            if reply.lane_port:
+                lane = await open_lane(reply, shares_file=True)
+                await asyncio.to_thread(tell, lane, len(missing), has_window=bool(window))
             return crcs
         if missing or window:
             await self.stub.Push(self._chunks(reply, missing, window), timeout=20)
@@ -270,12 +279,23 @@ class Rig:
 
 @asynccontextmanager
 async def decode_replica(
-    folder: Path, *, num_blocks: int = 41, shm: Path | None = None, states: Path | None = None, **options: Any
+    folder: Path,
+    *,
+    num_blocks: int = 41,
+    shm: Path | None = None,
+    has_lanes: bool = False,
+    states: Path | None = None,
+    run_ahead: bool | None = None,
+    **options: Any,
 ) -> AsyncIterator[Rig]:
-    """Run a replica in this process. num_blocks counts the null block; states: where the window store is, if any."""
+    """Run a replica in this process. num_blocks counts the null block; states: where the window store is, if any.
+
+    has_lanes: blocks come past gRPC.  run_ahead: True plans each step while the last one's tokens are not known, as on
+    a GPU.
+    """
     thread = EngineThread("decode engine")
     thread.start()
-    executor = load(folder, num_blocks)
+    executor = load(folder, num_blocks, run_ahead=run_ahead)
     channels: dict[str, Any] = {}
 
     def channel_to(address: str) -> Any:
@@ -287,7 +307,10 @@ async def decode_replica(
     worker = open_worker(executor, max_bytes=1 << 22, root=states) if states is not None else None
     asked |= {"channel": channel_to, "windows": worker} | options
     replica = assemble(executor, thread, DecodeMetrics(CollectorRegistry()), **asked)
-    async with serve(lambda server: add_to_server(replica, server)) as address:
+    async with AsyncExitStack() as stack:
+        address = await stack.enter_async_context(serve(lambda server: add_to_server(replica, server)))
+        if has_lanes:
+            stack.push_async_callback(Lanes.open(replica.intake, "127.0.0.1", 0).close)
         channel = open_channel(address, peer="decode")
         stub: Any = DecodeStub(channel)
         stream: PeerStream[DecodeCommand, TokenFrame] = PeerStream(
@@ -333,7 +356,7 @@ def tokens_of(events: list[TokenEvent]) -> list[int]:
 
 
 async def until(holds: Callable[[], object]) -> None:
-    """Wait until it holds; fail after two seconds, which is the promise for giving things back."""
-    async with asyncio.timeout(2):
+    """Wait until it holds; fail after twenty seconds. Two are the promise for giving things back, on a quiet machine."""
+    async with asyncio.timeout(20):
         while not holds():  # noqa: ASYNC110 - looks at what the engine thread shows
             await asyncio.sleep(0.002)

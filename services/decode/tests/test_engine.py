@@ -175,7 +175,7 @@ async def test_a_passed_deadline_ends_the_answer(rig):
     found = await collect(events)
 
     assert (FINISH_REASON_ERROR, "DeadlinePassed") == (found[-1].finish_reason, found[-1].error.kind)
-    assert time.time() < wanted.deadline_unix_seconds + 5
+    assert time.time() < wanted.deadline_unix_seconds + 20
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ async def test_a_piece_that_comes_during_the_commit_ends_the_handoff(folder):
         go_on.set()
         try:
             with pytest.raises(BlocksLost):
-                await asyncio.wait_for(pushing, 5)
+                await asyncio.wait_for(pushing, 9)
         finally:
             held.set()
             await asyncio.gather(committing, return_exceptions=True)

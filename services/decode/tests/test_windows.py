@@ -67,7 +67,7 @@ async def test_another_layout_is_refused(rig):
 @SLOW
 async def test_a_window_is_waited_for_like_blocks(v41):
     """Tickets hold windows; the next one gets the first that is given back, or gives up."""
-    async with decode_replica(v41, wait_seconds=0.4) as rig:
+    async with decode_replica(v41, wait_seconds=1.0) as rig:
         held = [await rig.reserve(request(f"holder-{n}", 20)) for n in range(NUM_WINDOWS)]
         with pytest.raises(Overloaded):
             await rig.reserve(request("late", 20))

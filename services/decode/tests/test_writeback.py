@@ -31,7 +31,7 @@ async def test_blocks_that_fill_up_during_the_answer_are_written_once(folder, st
         answers = await asyncio.gather(*(rig.answer(each) for each in wanted))
         await rig.idle()
         await asyncio.sleep(0)
-        await asyncio.wait_for(rig.writer.flush(), 5)
+        await asyncio.wait_for(rig.writer.flush(), 20)
 
         expected = set()
         for each, answer in zip(wanted, answers, strict=True):

@@ -55,11 +55,12 @@ BOOT = "decode-boot"
 
 
 @functools.cache
-def load(folder: Path, num_blocks: int) -> Executor:
-    """Load a tiny model; one executor per pool size is shared by all tests."""
+def load(folder: Path, num_blocks: int, *, run_ahead: bool | None = None) -> Executor:
+    """Load a tiny model; one executor per pool size and way of running is shared by all tests."""
     if not folder.exists():
         write_tiny_model(folder)
     asked: dict[str, Any] = {"num_blocks": num_blocks, "block_tokens": BLOCK, "num_windows": NUM_WINDOWS}
+    asked["run_ahead"] = run_ahead
     return Executor.load(folder, dtype="fp32", threads=1, replay=replay_of(folder), **asked)
 
 
@@ -110,7 +111,7 @@ class KeepingDecode(DecodeServicer, IntakeServicer):
         self.folder = folder
         self.block_bytes = block_bytes
         self.present = 0
-        self.socket_name = ""
+        self.lane_port = 0
         self.wrong_path = ""
         """Named instead of the true file."""
         self.errors: dict[str, Exception] = {}
@@ -166,8 +167,7 @@ class KeepingDecode(DecodeServicer, IntakeServicer):
         self.reserved[epoch] = request, staging
         ticket = Ticket(boot_id=request.boot_id, epoch=epoch, nonce=nonce, request_id=request.request_id)
         path = self.wrong_path or str(staging.path or "")
-        name = self.socket_name
-        return ReserveReply(ticket=ticket, present_blocks=self.present, shm_path=path, socket_name=name)
+        return ReserveReply(ticket=ticket, present_blocks=self.present, shm_path=path, lane_port=self.lane_port)
 
     async def Push(self, request_iterator: Any, context: Any) -> PushReply:
         await self._trouble("Push")
@@ -287,15 +287,22 @@ def kinds(events: list[PrefillEvent]) -> list[str]:
 
 @asynccontextmanager
 async def prefill_replica(
-    folder: Path, *, num_blocks: int = 41, shm: Path | None = None, states: Path | None = None, **options: Any
+    folder: Path,
+    *,
+    num_blocks: int = 41,
+    shm: Path | None = None,
+    states: Path | None = None,
+    run_ahead: bool | None = None,
+    **options: Any,
 ) -> AsyncIterator[Rig]:
     """Run a replica in this process.
 
-    num_blocks counts the null block; shm: offered by the decode side; states: where the window store is, if any.
+    num_blocks counts the null block; shm: offered by the decode side; states: where the window store is, if any;
+    run_ahead: True plans each step while the device computes the last one, as on a GPU.
     """
     thread = EngineThread("prefill engine")
     thread.start()
-    executor = load(folder, num_blocks)
+    executor = load(folder, num_blocks, run_ahead=run_ahead)
     channels: dict[str, Any] = {}
 
     def channel(address: str) -> Any:
@@ -337,7 +344,7 @@ def _events(frame: PrefillFrame) -> list[tuple[str, PrefillEvent]]:
 
 
 async def until(holds: Callable[[], object]) -> None:
-    """Wait until it holds; fail after two seconds, which is the promise for giving things back."""
-    async with asyncio.timeout(2):
+    """Wait until it holds; fail after twenty seconds. Two are the promise for giving things back, on a quiet machine."""
+    async with asyncio.timeout(20):
         while not holds():  # noqa: ASYNC110 - looks at what the engine thread shows
             await asyncio.sleep(0.002)

@@ -26,7 +26,7 @@ async def filled(folder, store):
     """The store after one replica computed a prompt of five full blocks."""
     async with prefill_replica(folder, kvstore=store.stores) as rig:
         await rig.serve(request("prompt", 5 * BLOCK + 4))
-        await asyncio.wait_for(rig.writer.flush(), 5)
+        await asyncio.wait_for(rig.writer.flush(), 20)
     return store
 
 
@@ -45,7 +45,7 @@ async def test_blocks_are_written_with_tenant_and_class(folder, store, asked, ke
     """As the request says; one without a class is a chat's."""
     async with prefill_replica(folder, kvstore=store.stores) as rig:
         await rig.serve(request("prompt", 2 * BLOCK + 4, tenant="acme", retention=asked))
-        await asyncio.wait_for(rig.writer.flush(), 5)
+        await asyncio.wait_for(rig.writer.flush(), 20)
 
     assert ({Origin("acme", kept)}, 2) == (set(store.origins.values()), len(store.blocks))
 
@@ -66,7 +66,7 @@ async def test_a_hit_is_loaded_and_not_written_again(folder, filled):
         wanted = request("prompt", 6 * BLOCK + 1)
         written = filled.num_written
         first = await first_of(rig, wanted, 5 * BLOCK)
-        await asyncio.wait_for(rig.writer.flush(), 5)
+        await asyncio.wait_for(rig.writer.flush(), 20)
 
         assert (5 * BLOCK, BLOCK + 1) == (first.cached_tokens, first.computed_tokens)
         assert 5 * BLOCK == rig.registry.get_sample_value("fathom_prefill_loaded_tokens_total")
@@ -148,9 +148,9 @@ async def test_a_store_that_is_behind_loses_blocks_but_no_time(folder, store):
     async with prefill_replica(folder, kvstore=store.stores) as rig:
         rig.writer._max_bytes = 2 * rig.replica.engine._executor.layout.block_bytes
         store.gate.clear()
-        await asyncio.wait_for(rig.serve(request("prompt", 5 * BLOCK)), 5)
+        await asyncio.wait_for(rig.serve(request("prompt", 5 * BLOCK)), 20)
         store.gate.set()
-        await asyncio.wait_for(rig.writer.flush(), 5)
+        await asyncio.wait_for(rig.writer.flush(), 20)
 
         assert 2 == len(store.blocks)
 

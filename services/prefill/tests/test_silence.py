@@ -21,6 +21,6 @@ async def test_a_decode_that_says_nothing_any_more_is_a_lost_peer(folder, monkey
         handoff = Handoff(rig.channel(), PrefillDeliver(boot_id=BOOT), CARGO, deadline_unix_seconds=time.time() + 30)
         await until(lambda: rig.decode.held)
         with pytest.raises(PeerLost, match="has said nothing"):
-            await asyncio.wait_for(asyncio.shield(handoff._holding), 5)
+            await asyncio.wait_for(asyncio.shield(handoff._holding), 20)
         handoff.abandon("test")
         await aborts_said()

@@ -105,10 +105,10 @@ async def test_without_states_windows_are_computed_again_or_it_is_a_miss(v41, nu
     async with memory_kvstore() as store, prefill_replica(v41, kvstore=store.stores) as rig:
         wanted = request("stateless", num_tokens)
         await first_of(rig, wanted)
-        await asyncio.wait_for(rig.writer.flush(), 5)
+        await asyncio.wait_for(rig.writer.flush(), 20)
         written, used = store.num_written, dict(rig.replica.engine._pool._block_of)
         warm = await first_of(rig, request("stateless", num_tokens))
-        await asyncio.wait_for(rig.writer.flush(), 5)
+        await asyncio.wait_for(rig.writer.flush(), 20)
 
         assert cached == warm.cached_tokens
         assert same_as_alone(rig, wanted, warm)
@@ -125,7 +125,7 @@ async def test_blocks_come_from_the_store_and_the_state_from_the_host(v41, tmp_p
     async with memory_kvstore() as store:
         async with prefill_replica(v41, kvstore=store.stores, states=tmp_path) as rig:
             await first_of(rig, request("moved", 100))
-            await asyncio.wait_for(rig.writer.flush(), 5)
+            await asyncio.wait_for(rig.writer.flush(), 20)
         async with prefill_replica(v41, num_blocks=40, kvstore=store.stores, states=tmp_path) as rig:
             wanted = request("moved", 100)
             warm = await first_of(rig, wanted, hit_tokens=96)
@@ -156,7 +156,7 @@ async def test_a_partial_load_starts_from_an_older_state(v41, tmp_path):
         async with prefill_replica(v41, kvstore=store.stores, states=tmp_path) as rig:
             await first_of(rig, request("partial", 100))
             await first_of(rig, request("partial", 70))  # its state at 48 is the older one
-            await asyncio.wait_for(rig.writer.flush(), 5)
+            await asyncio.wait_for(rig.writer.flush(), 20)
         wanted = request("partial", 100)
         del store.blocks[keys_of(wanted)[3]]
         async with prefill_replica(v41, num_blocks=40, kvstore=store.stores, states=tmp_path) as rig:
@@ -218,11 +218,11 @@ async def test_cancel_while_the_start_is_sought(v41, tmp_path):
     async with memory_kvstore() as store:
         async with prefill_replica(v41, kvstore=store.stores, states=tmp_path) as rig:
             await first_of(rig, request("cancel", 100))
-            await asyncio.wait_for(rig.writer.flush(), 5)
+            await asyncio.wait_for(rig.writer.flush(), 20)
         async with prefill_replica(v41, num_blocks=40, kvstore=store.stores, states=tmp_path) as rig:
             store.gate.clear()
             await rig.submit(request("cancel", 100), hit_tokens=96)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(20):
                 while not rig.replica.engine.load.used_blocks:  # noqa: ASYNC110 - looks at what the engine shows
                     await asyncio.sleep(0.002)
             await rig.cancel("cancel")

@@ -1,0 +1,171 @@
+"""Who listens for blocks that come past gRPC, and how do they reach the engine?
+
+The event loop lets connections in; a thread each then receives. A run in shared memory is copied from there by the
+engine. One that travelled is received into memory of this thread's own and copied from that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING
+
+from services.chassis.errors import BlocksLost, FathomError, InvalidRequest, PeerLost
+from services.chassis.handoff_lane import (
+    ACCEPTED,
+    CONNECT_SECONDS,
+    HELLO_BYTES,
+    blocks_per_run,
+    hang_up,
+    make_buffer,
+    parse_hello,
+    receive_into,
+    receive_run,
+)
+from services.chassis.tasks import end_tasks
+from services.chassis.telemetry import log
+from services.decode.landing import LAND_SECONDS
+
+if TYPE_CHECKING:
+    from services.chassis.handoff import Staging
+    from services.decode.intake import Intake
+    from services.decode.landing import Landing
+
+MAX_LANES = 32
+"""At a time, a thread each; whoever comes later uses `Push`."""
+_REST_SECONDS = 0.1
+_NUM_SLOTS = 4
+"""Runs between socket and pool: one is received, one is copied, others wait for the engine's next pause."""
+
+
+class Lane:
+    """One connection that was let in. It belongs to one reservation, and ends with it at the latest."""
+
+    def __init__(self, connection: socket.socket, landing: Landing, staging: Staging, *, shares_file: bool) -> None:
+        self.shares_file = shares_file
+        self.ended: asyncio.Future[FathomError | None] = asyncio.get_running_loop().create_future()
+        """None when the sender has said all that it had to say."""
+        self._connection = connection
+        self._landing = landing
+        self._staging = staging
+
+    def close(self) -> None:
+        """Receive no more."""
+        hang_up(self._connection)
+
+    def receive(self) -> FathomError | None:
+        """Take runs until the sender ends, and return what went wrong. Blocks: it has a thread of its own."""
+        try:
+            with self._connection:
+                self._connection.sendall(ACCEPTED)
+                self._receive()
+        except OSError as error:
+            return PeerLost(f"the handoff's connection broke: {error}")
+        except (ValueError, InvalidRequest) as error:
+            return InvalidRequest(f"the handoff's connection carried nonsense: {error}")
+        except queue.Empty:
+            return BlocksLost("the engine did not take the blocks in time")
+        return None
+
+    def _receive(self) -> None:
+        landing = self._landing
+        slots: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+        num_blocks = min(landing.num_blocks, blocks_per_run(landing.block_bytes))
+        size = 1 if self.shares_file else max(num_blocks * landing.block_bytes, landing.window_bytes)
+        for _ in range(_NUM_SLOTS):
+            slots.put(make_buffer(size))
+        while (run := receive_run(self._connection)) is not None:
+            landing.check(run, shares_file=self.shares_file)
+            slot = slots.get(timeout=LAND_SECONDS)
+            then = partial(slots.put, slot)
+            if not self.shares_file:
+                receive_into(self._connection, slot[: run.num_bytes])
+            if run.is_window:
+                landing.land_window(self._staging.window() if self.shares_file else slot[: run.num_bytes], then)
+            else:
+                landing.land(run.first, self._blocks(slot, run.first, run.num_blocks), then)
+
+    def _blocks(self, slot: memoryview, first: int, num_blocks: int) -> list[memoryview]:
+        if self.shares_file:
+            return [self._staging.block(place) for place in range(first, first + num_blocks)]
+        size = self._landing.block_bytes
+        return [slot[place * size : (place + 1) * size] for place in range(num_blocks)]
+
+
+class Lanes:
+    """The listening socket of one replica."""
+
+    def __init__(self, intake: Intake, listener: socket.socket) -> None:
+        self.port: int = listener.getsockname()[1]
+        self._intake = intake
+        self._listener = listener
+        self._threads = ThreadPoolExecutor(MAX_LANES, thread_name_prefix="handoff lane")
+        self._callers: set[asyncio.Task[None]] = set()
+        self._open: set[Lane] = set()
+        self._accepting = asyncio.create_task(self._accept(), name="handoff lanes")
+
+    @classmethod
+    def open(cls, intake: Intake, host: str, port: int) -> Lanes:
+        """Listen, and have the intake say so in its answers. Raises OSError when the port is taken."""
+        listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        listener.setblocking(False)
+        lanes = cls(intake, listener)
+        intake.lane_port = lanes.port
+        return lanes
+
+    async def close(self) -> None:
+        """Listen no more, and hang up on whoever still sends."""
+        self._intake.lane_port = 0
+        await end_tasks((self._accepting,))
+        self._listener.close()
+        for lane in self._open:
+            lane.close()
+        self._threads.shutdown(wait=False)
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(self._listener)
+            except OSError as error:  # too many files are open, say
+                log.warning("decode.lanes.cannot_accept", reason=str(error))
+                await asyncio.sleep(_REST_SECONDS)
+                continue
+            task = asyncio.create_task(self._serve(connection), name="handoff lane")
+            self._callers.add(task)
+            task.add_done_callback(self._callers.discard)
+
+    async def _serve(self, connection: socket.socket) -> None:
+        try:
+            lane = await self._let_in(connection)
+        except (OSError, ValueError, TimeoutError, FathomError) as error:
+            log.info("decode.lane.refused", reason=str(error))
+            connection.close()
+            return
+        self._open.add(lane)
+        try:
+            problem = await asyncio.get_running_loop().run_in_executor(self._threads, lane.receive)
+        finally:
+            self._open.discard(lane)
+        lane.ended.set_result(problem)
+        if problem is not None:
+            self._intake.lane_failed(lane, problem)
+
+    async def _let_in(self, connection: socket.socket) -> Lane:
+        loop = asyncio.get_running_loop()
+        connection.setblocking(False)
+        data = bytearray()
+        async with asyncio.timeout(CONNECT_SECONDS):
+            while len(data) < HELLO_BYTES:
+                piece = await loop.sock_recv(connection, HELLO_BYTES - len(data))
+                if not piece:
+                    raise ConnectionResetError("the caller went away")
+                data += piece
+        if len(self._open) >= MAX_LANES:
+            raise BlocksLost(f"{MAX_LANES} handoffs use lanes already")
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setblocking(True)  # from here on a thread waits; the reservation's end wakes it up
+        return self._intake.open_lane(parse_hello(bytes(data)), connection)

@@ -1,0 +1,206 @@
+"""Who listens for blocks that come past gRPC, and how do they reach the engine?"""
+
+import asyncio
+import socket
+import struct
+import time
+
+import pytest
+
+from proto.decode_pb2 import AbortRequest
+from services.chassis.errors import BlocksLost, FathomError, InvalidRequest, PeerLost
+from services.chassis.handoff import PeerStaging, block_crc32
+from services.chassis.handoff_lane import LaneUnavailableError, end_runs, send_run
+from services.decode import lanes as subject
+from services.decode.tests.lane_peer import open_lane, send
+from services.decode.tests.rig import collect, decode_replica, request, tokens_of, until
+
+SOON = 1.0
+"""Seconds: the promise."""
+
+
+@pytest.fixture
+async def rig(folder):
+    """A replica that shares no memory and listens."""
+    async with decode_replica(folder, has_lanes=True) as running:
+        yield running
+        await running.idle()
+
+
+def used(rig):
+    return rig.replica.engine.load.used_blocks
+
+
+def late_writes(rig):
+    return rig.replica.intake._counters._late_writes._value.get()
+
+
+async def outcome(call):
+    """Return the error that ends the call that holds room."""
+    try:
+        async with asyncio.timeout(SOON):
+            while True:
+                await call.read()
+    except FathomError as error:
+        return error
+
+
+async def test_blocks_that_travel_on_a_lane_give_the_one_process_answer(rig):
+    """And are counted as such."""
+    wanted = request("travels", 100)
+    expected = rig.source.answer(wanted)
+
+    assert expected == await rig.answer(wanted)
+    assert 1 == rig.replica.intake._counters._handoffs.labels("tcp")._value.get()
+
+
+async def test_blocks_land_before_the_commit_where_nobody_finds_them(rig):
+    """While others still travel; the pool has no name for them before the sequence starts."""
+    wanted = request("early", 40)
+    computed = rig.source.prompt(wanted)
+    reply = await rig.reserve(wanted)
+    landing = rig.replica.intake._handoffs[reply.ticket.epoch].landing
+    lane = await open_lane(reply, shares_file=False)
+    send_run(lane, 0, 2, [memoryview(block) for block in computed.blocks[:2]])
+    await until(lambda: {0, 1} == set(landing._crcs))
+    pool = rig.replica.engine._pool
+    assert (0, 3) == (len(pool._block_of), pool.used_blocks)
+    send_run(lane, 2, 1, [memoryview(computed.blocks[2])])
+    end_runs(lane)
+    lane.close()
+    events = await rig.submit(wanted)
+    await rig.commit(wanted, reply, [block_crc32(block) for block in computed.blocks], computed.first_token_id)
+    assert rig.source.answer(wanted)[1:] == tokens_of(await collect(events))
+
+
+async def test_what_is_written_to_the_file_after_the_commit_changes_nothing(folder, tmp_path):
+    """Decode sums its own copy: whoever still maps the file writes where nobody reads."""
+    async with decode_replica(folder, shm=tmp_path, has_lanes=True) as rig:
+        wanted = request("after", 40)
+        expected = rig.source.answer(wanted)
+        computed = rig.source.prompt(wanted)
+        reply = await rig.reserve(wanted)
+        size = rig.source.executor.layout.block_bytes
+        area = PeerStaging(reply.shm_path, nonce=reply.ticket.nonce, num_blocks=3, block_bytes=size)
+        crcs = await rig.push(reply, computed.blocks)
+        await rig.commit(wanted, reply, crcs, computed.first_token_id)
+        for place in range(3):
+            area.block(place)[:] = bytes(size)
+        events = await rig.submit(wanted)
+        assert expected[1:] == tokens_of(await collect(events))
+        await rig.idle()
+
+
+@pytest.mark.parametrize("trouble", ["corrupted", "swapped", "missing"])
+async def test_what_is_not_what_was_summed_starts_nothing(rig, trouble):
+    """A flipped bit, two blocks in each other's place, a block that never came."""
+    wanted = request(trouble, 40)
+    first, second, third = rig.source.prompt(wanted).blocks
+    crcs = [block_crc32(block) for block in (first, second, third)]
+    sent = {
+        "corrupted": (bytes([first[0] ^ 4]) + first[1:], second, third),
+        "swapped": (second, first, third),
+        "missing": (first, second),
+    }[trouble]
+    reply = await rig.reserve(wanted)
+    await asyncio.to_thread(send, await open_lane(reply, shares_file=False), sent)
+    with pytest.raises(BlocksLost, match="damaged"):
+        await rig.commit(wanted, reply, crcs, 5)
+    await rig.idle()
+    assert 0 == rig.replica.engine.load.cached_blocks
+
+
+@pytest.mark.parametrize("change", [{"nonce": bytes(16)}, {"epoch": 999}], ids=["nonce", "epoch"])
+async def test_a_ticket_that_is_stale_or_guessed_is_not_let_in(rig, change):
+    """Nor is a second connection of the right one, or one after the end."""
+    reply = await rig.reserve(request("door", 40))
+    true = reply.ticket.SerializeToString()
+    for field, value in change.items():
+        setattr(reply.ticket, field, value)
+    with pytest.raises(LaneUnavailableError):
+        await open_lane(reply, shares_file=False)
+    reply.ticket.ParseFromString(true)
+    lane = await open_lane(reply, shares_file=False)
+    with pytest.raises(LaneUnavailableError):
+        await open_lane(reply, shares_file=False)
+    await rig.stub.Abort(AbortRequest(ticket=reply.ticket), timeout=5)
+    assert b"" == await asyncio.to_thread(lane.recv, 1)
+    lane.close()
+    with pytest.raises(LaneUnavailableError):
+        await open_lane(reply, shares_file=False)
+
+
+async def test_late_runs_reach_nothing(rig):
+    """The engine takes what it was given after the abort for nobody's: the next sequence has those blocks."""
+    wanted, other = request("aborted", 40), request("other", 40)
+    computed, theirs = rig.source.prompt(wanted), rig.source.prompt(other)
+    expected = rig.source.answer(other)
+    reply = await rig.reserve(wanted)
+    landing = rig.replica.intake._handoffs[reply.ticket.epoch].landing
+    await rig.stub.Abort(AbortRequest(ticket=reply.ticket), timeout=5)
+    await until(lambda: not used(rig))
+    room = await rig.reserve(other)
+    crcs = await rig.push(room, theirs.blocks)
+    landing.land(0, [memoryview(block) for block in computed.blocks], lambda: None)
+    events = await rig.submit(other)
+    await rig.commit(other, room, crcs, theirs.first_token_id)
+
+    assert expected[1:] == tokens_of(await collect(events))
+    assert 1 == late_writes(rig)
+
+
+async def test_a_lane_that_breaks_in_the_middle_of_a_run_ends_the_handoff(rig):
+    """The holder hears so within a second, and the room is free."""
+    wanted = request("breaks", 40)
+    call, reply = await rig.hold(wanted)
+    lane = await open_lane(reply, shares_file=False)
+    lane.sendall(struct.pack("<IIQ", 0, 1, rig.source.executor.layout.block_bytes) + b"half")
+    lane.close()
+
+    assert isinstance(await outcome(call), PeerLost)
+
+
+@pytest.mark.parametrize(
+    ("first", "num_blocks", "num_bytes"),
+    [(3, 1, None), (2, 2, None), (0, 1, 5), (0, 1, 0), (0, 0, 5), (1 << 31, 1 << 31, 1 << 50)],
+)
+async def test_nonsense_on_a_lane_ends_the_handoff(rig, first, num_blocks, num_bytes):
+    """A run outside the reservation or of another size never reaches the pool, and takes no memory."""
+    call, reply = await rig.hold(request("nonsense", 40))
+    lane = await open_lane(reply, shares_file=False)
+    size = num_blocks * rig.source.executor.layout.block_bytes if num_bytes is None else num_bytes
+    lane.sendall(struct.pack("<IIQ", first, num_blocks, size))
+
+    assert isinstance(await outcome(call), InvalidRequest)
+    lane.close()
+
+
+async def test_who_says_nothing_is_hung_up_on(rig, monkeypatch):
+    """A stranger on the port costs a moment, and neither a thread nor a reservation."""
+    monkeypatch.setattr(subject, "CONNECT_SECONDS", 0.1)
+    for said in (b"", b"GET / HTTP/1.1\r\n\r\n" + bytes(30)):
+        with socket.create_connection(("127.0.0.1", rig.replica.intake.lane_port), timeout=5) as stranger:
+            stranger.sendall(said)
+            began = time.monotonic()
+            assert b"" == await asyncio.to_thread(_read, stranger)
+            assert time.monotonic() - began < SOON
+
+
+def _read(connection):
+    try:
+        return connection.recv(1)
+    except ConnectionResetError:
+        return b""
+
+
+async def test_a_lane_that_is_still_open_at_the_commit_is_no_commit(rig, monkeypatch):
+    """Nothing may come behind what was verified."""
+    monkeypatch.setattr("services.decode.intake.LAND_SECONDS", 0.1)
+    wanted = request("open", 40)
+    computed = rig.source.prompt(wanted)
+    reply = await rig.reserve(wanted)
+    with await open_lane(reply, shares_file=False) as lane:
+        send_run(lane, 0, 3, [memoryview(block) for block in computed.blocks])
+        with pytest.raises(BlocksLost, match="still open"):
+            await rig.commit(wanted, reply, [block_crc32(block) for block in computed.blocks], computed.first_token_id)
+    await rig.idle()
