@@ -140,7 +140,7 @@ class _Handlers(grpc.GenericRpcHandler):
         codecs = handler.request_deserializer, handler.response_serializer
         # Probes are no work, and a shared stream carries many requests whose spans hang on their own traceparents.
         is_request = not (method.startswith("/grpc.") or (handler.request_streaming and handler.response_streaming))
-        observe = functools.partial(self._observe, method, is_request=is_request)
+        observe = functools.partial(self._observe, method[1:], _Codes(self._seconds, method[1:]), is_request=is_request)
 
         if not handler.response_streaming:
             inner: Any = handler.stream_unary if handler.request_streaming else handler.unary_unary
@@ -161,19 +161,25 @@ class _Handlers(grpc.GenericRpcHandler):
             return grpc.stream_stream_rpc_method_handler(stream, *codecs)
         return grpc.unary_stream_rpc_method_handler(stream, *codecs)
 
-    async def _observe(self, method: str, context: Any, work: Callable[[], Awaitable[Any]], *, is_request: bool) -> Any:
-        metadata = dict(context.invocation_metadata() or ())
-        if request_id := metadata.get(names.REQUEST_ID_METADATA):
-            telemetry.bind_request(str(request_id))
-        traceparent = str(metadata.get(names.TRACEPARENT, ""))
+    async def _observe(
+        self, method: str, seconds: "_Codes", context: Any, work: Callable[[], Awaitable[Any]], *, is_request: bool
+    ) -> Any:
+        traceparent = ""
+        for name, value in context.invocation_metadata() or ():
+            if name == names.TRACEPARENT:
+                traceparent = str(value)
+            elif name == names.REQUEST_ID_METADATA:
+                telemetry.bind_request(str(value))
         started = time.perf_counter()
         self._count(int(is_request))
         code = grpc.StatusCode.OK.name
         try:
-            if not (is_request and traceparent):
+            if not (is_request and telemetry.is_sampled(traceparent)):
+                if is_request and traceparent:
+                    telemetry.pass_on(traceparent)
                 return await work()
-            attributes = {names.RPC_SYSTEM_NAME: "grpc", names.RPC_METHOD: method[1:]}
-            with telemetry.span(method[1:], traceparent=traceparent, kind=telemetry.SpanKind.SERVER, **attributes):
+            attributes = {names.RPC_SYSTEM_NAME: "grpc", names.RPC_METHOD: method}
+            with telemetry.span(method, traceparent=traceparent, kind=telemetry.SpanKind.SERVER, **attributes):
                 return await work()
         except asyncio.CancelledError:
             code = grpc.StatusCode.CANCELLED.name
@@ -187,7 +193,7 @@ class _Handlers(grpc.GenericRpcHandler):
             await _abort(context, error)
         finally:
             self._count(-int(is_request))
-            self._seconds.labels(method[1:], code).observe(time.perf_counter() - started)
+            seconds[code].observe(time.perf_counter() - started)
 
     def _count(self, change: int) -> None:
         self._num_running += change
@@ -195,6 +201,19 @@ class _Handlers(grpc.GenericRpcHandler):
             self.idle.clear()
         else:
             self.idle.set()
+
+
+class _Codes(dict[str, Histogram]):
+    """One method's histogram for each status code that it ended with: finding it by labels costs more than adding."""
+
+    def __init__(self, seconds: Histogram, method: str) -> None:
+        super().__init__()
+        self._seconds = seconds
+        self._method = method
+
+    def __missing__(self, code: str) -> Histogram:
+        found = self[code] = self._seconds.labels(self._method, code)
+        return found
 
 
 async def _abort(context: Any, error: errors.FathomError) -> NoReturn:

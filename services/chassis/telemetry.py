@@ -30,6 +30,7 @@ __all__ = [
     "flush",
     "is_sampled",
     "log",
+    "pass_on",
     "record_span",
     "report_failure",
     "request_id",
@@ -109,6 +110,16 @@ def span(
         # A generator closed from another task leaves in another context; there is nothing to restore there.
         if otel_context.get_current() is inside:
             otel_context.detach(token)
+
+
+def pass_on(traceparent: str) -> None:
+    """Carry a caller's trace context through the rest of this task, without a span of this process's own.
+
+    Like bind_request, for tasks that serve one call: nothing takes it off again.
+    """
+    match = _TRACEPARENT.match(traceparent)
+    if match is not None:
+        otel_context.attach(trace.set_span_in_context(NonRecordingSpan(_context_of(match))))
 
 
 def record_span(
@@ -214,8 +225,10 @@ def _parent_context(traceparent: str | None) -> otel_context.Context:
 
 def _parse(traceparent: str) -> SpanContext:
     match = _TRACEPARENT.match(traceparent)
-    if match is None:
-        return trace.INVALID_SPAN_CONTEXT
+    return trace.INVALID_SPAN_CONTEXT if match is None else _context_of(match)
+
+
+def _context_of(match: re.Match[str]) -> SpanContext:
     return SpanContext(
         int(match[1], 16), int(match[2], 16), is_remote=True, trace_flags=TraceFlags(int(match[3], 16) & 1)
     )

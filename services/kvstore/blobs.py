@@ -69,9 +69,13 @@ class BlobOptions(BaseModel):
     """How long the store is left alone after three bad calls of ten; doubles up to 30 s."""
 
     refresh_seconds: float = Field(default=15.0, gt=0)
-    """How often new manifests are looked for: how long another replica's blocks may stay unknown here."""
+    """How often new manifests are listed: how long blocks of others may stay unknown if no news came of them."""
+    news_seconds: float = Field(default=2.0, gt=0)
+    """How often it is asked what others published just now: one listing of half a minute's names."""
+    early_seconds: float = Field(default=2.0, ge=0)
+    """How often the new blocks of open segments are uploaded; 0 uploads sealed segments only."""
     seal_seconds: float = Field(default=60.0, gt=0)
-    """Oldest block that is on this replica's disk alone: its open segments are sealed and uploaded after that."""
+    """Open segments are sealed and uploaded whole after that."""
     max_queue_bytes: int = Field(default=64 << 30, ge=0)
     """Sealed segments that wait for their upload (on the disk, not in memory); beyond it the oldest stay behind."""
     max_queue_seconds: float = Field(default=6 * 3600.0, gt=0)

@@ -10,8 +10,8 @@ import mmap
 import os
 import threading
 from bisect import bisect_right
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
 
@@ -66,6 +66,7 @@ class Disk:
         self.is_direct = True
         self.buffers = Buffers()
         self._writers = ThreadPoolExecutor(DEPTH, thread_name_prefix="kvstore-disk")
+        self._syncer = ThreadPoolExecutor(1, thread_name_prefix="kvstore-sync")
 
     def open(self, path: Path, flags: int = os.O_RDONLY) -> int:
         """Open a file past the page cache, or through it where the file system refuses."""
@@ -95,20 +96,30 @@ class Disk:
     def write(self, fd: int, parts: Sequence[bytes | bytearray | memoryview], offset: int) -> int:
         """Write the parts one behind the other at `offset`, zeros up to the next 4 KiB, and return the new end.
 
-        Several pieces are under way at once. Raises the first OSError, after all have ended.
+        Raises the first OSError, after all pieces have ended.
         """
+        writing = self.start_write(fd, parts, offset)
+        failures = [failure for one in writing if (failure := one.exception()) is not None]
+        if failures:
+            raise failures[0]
+        return offset + aligned(sum(map(len, parts)))
+
+    def start_write(
+        self, fd: int, parts: Sequence[bytes | bytearray | memoryview], offset: int
+    ) -> "list[Future[None]]":
+        """Begin the same, several pieces under way at once; return the pieces. The parts must not change meanwhile."""
         ends = list(accumulate(len(part) for part in parts))
         total = aligned(ends[-1])
         # Ahead of the writes: they could not run side by side if each had to move the end of the file.
         os.ftruncate(fd, offset + total)
-        writing = [
+        return [
             self._writers.submit(self._write_piece, fd, parts, ends, (start, min(start + PIECE_BYTES, total)), offset)
             for start in range(0, total, PIECE_BYTES)
         ]
-        failures = [failure for one in writing if (failure := one.exception()) is not None]
-        if failures:
-            raise failures[0]
-        return offset + total
+
+    def start_sync(self, work: Callable[[], int]) -> "Future[int]":
+        """Have something synced in the one thread for that, behind what was asked for before."""
+        return self._syncer.submit(work)
 
     def preallocate(self, fd: int, start_bytes: int, num_bytes: int) -> None:
         """Reserve disk from `start_bytes` on, without moving the end of the file: one long piece instead of many short.
@@ -140,6 +151,7 @@ class Disk:
     def close(self) -> None:
         """Wait for what is under way."""
         self._writers.shutdown()
+        self._syncer.shutdown()
 
     def _write_piece(
         self,

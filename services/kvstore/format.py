@@ -25,13 +25,14 @@ KEY_BYTES = 32
 RECORD_MAGIC = b"FKVBLOCK"
 _FORMAT = 2
 _FOOTER_MAGIC = b"FKVINDEX"
-# magic, format, retention, flags, crc32 of the stored bytes, epoch, offset, payload bytes, created (Unix seconds), key,
-# fingerprint, tenant
-_HEADER = struct.Struct("<8sHHHxxIQQQd32s32s64s")
+# magic, format, retention, flags, age in minutes, crc32 of the stored bytes, epoch, offset, payload bytes, created
+# (Unix seconds), key, fingerprint, tenant
+_HEADER = struct.Struct("<8sHHHHIQQQd32s32s64s")
 _CRC = struct.Struct("<I")
 _HEADER_PADDING = bytes(HEADER_BYTES - _HEADER.size - _CRC.size)
-# key, offset, payload bytes, crc32, created, fingerprint's and tenant's place in their tables, retention, flags
-_ENTRY = struct.Struct("<32sQIIdIIHH")
+# key, offset, payload bytes, crc32, created, fingerprint's place in its table, age in minutes, tenant's place in its
+# table, retention, flags
+_ENTRY = struct.Struct("<32sQIIdHHIHH")
 # magic, format, number of entries, of fingerprints, of tenants, epoch, offset of the footer, crc32 of all before it
 _TRAILER = struct.Struct("<8sHxxIIIQQ")
 
@@ -81,6 +82,7 @@ def pack_header(location: BlockLocation, *, epoch: int) -> bytes:
         _FORMAT,
         location.retention,
         location.flags,
+        location.age_minutes,
         location.crc32,
         epoch,
         location.offset_bytes,
@@ -100,13 +102,13 @@ def parse_header(header: bytes | memoryview, *, segment: int, epoch: int, offset
         return None
     if _CRC.unpack_from(header, HEADER_BYTES - _CRC.size)[0] != checksum(header[: -_CRC.size]):
         return None
-    (_, version, retention, flags, crc32, in_epoch, in_offset, block_bytes, created, key, fingerprint, tenant) = (
+    (_, version, retention, flags, age, crc32, in_epoch, in_offset, block_bytes, created, key, fingerprint, tenant) = (
         _HEADER.unpack_from(header)
     )
     if (version, in_epoch, in_offset) != (_FORMAT, epoch, offset_bytes):
         return None
     return BlockLocation(
-        key, fingerprint, segment, offset_bytes, block_bytes, crc32, retention, created, _name(tenant), flags
+        key, fingerprint, segment, offset_bytes, block_bytes, crc32, retention, created, _name(tenant), flags, age
     )
 
 
@@ -122,6 +124,7 @@ def pack_footer(locations: Sequence[BlockLocation], *, epoch: int, start_bytes: 
             one.crc32,
             one.created_seconds,
             fingerprints[one.fingerprint],
+            one.age_minutes,
             tenants[one.tenant],
             one.retention,
             one.flags,
@@ -158,9 +161,19 @@ def parse_footer(body: bytes, trailer: Trailer, *, segment: int) -> list[BlockLo
     tenants = [_name(body[at : at + TENANT_BYTES]) for at in range(start, end, TENANT_BYTES)]
     return [
         BlockLocation(
-            key, fingerprints[model], segment, offset_bytes, block_bytes, crc, retention, created, tenants[owner], flags
+            key,
+            fingerprints[model],
+            segment,
+            offset_bytes,
+            block_bytes,
+            crc,
+            retention,
+            created,
+            tenants[owner],
+            flags,
+            age,
         )
-        for key, offset_bytes, block_bytes, crc, created, model, owner, retention, flags in _ENTRY.iter_unpack(
+        for key, offset_bytes, block_bytes, crc, created, model, age, owner, retention, flags in _ENTRY.iter_unpack(
             memoryview(body)[end:]
         )
     ]

@@ -32,6 +32,13 @@ class BlockLocation(NamedTuple):
     """When the record was written; its life counts from here. Seconds since the Unix epoch."""
     tenant: str = ""
     flags: int = 0
+    age_minutes: int = 0
+    """How much older the block's first copy is than this one, rounded up; 0 for the first."""
+
+    @property
+    def first_created_seconds(self) -> float:
+        """When the block was first written, however often it was copied since: what deletions go by. Never later."""
+        return self.created_seconds - 60.0 * self.age_minutes
 
     @property
     def is_encrypted(self) -> bool:

@@ -1,11 +1,13 @@
 """How do batches of blocks become durable records in rows of segment files, one row a class?
 
-Runs in the one writer thread; the store tells it what to remove and what to append, and publishes what it returns.
+Runs in the one writer thread; the store tells it what to remove and what to append, and publishes what it returns as
+soon as that is durable.
 """
 
 import errno
 import os
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import structlog
@@ -29,11 +31,26 @@ class SegmentSize:
     is_active: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Unsynced:
+    """Blocks of a batch whose bytes are on their way to one segment."""
+
+    writer: SegmentWriter
+    places: Sequence[int]
+    """Which of the batch."""
+    num_bytes: int
+    """Of the file, with them."""
+    durable: "Future[int]"
+    """Has a result, the disk that the file takes in bytes, once they may be published; else an OSError."""
+
+
 @dataclass(slots=True)
 class Appended:
-    """What became of a batch: where each block lies, in order, durably; None for those the disk did not take."""
+    """What becomes of a batch: where each block lies, in order; None for those the disk did not take."""
 
     locations: list[BlockLocation | None]
+    """Durable, but for those in `unsynced`."""
+    unsynced: list[Unsynced] = field(default_factory=list)
     segments: dict[int, SegmentSize] = field(default_factory=dict)
     sealed: list[tuple[SegmentFile, Sequence[BlockLocation]]] = field(default_factory=list)
     """Segments that got their footer, with all their records."""
@@ -58,7 +75,7 @@ class SegmentLog:
         return len(CLASSES) * reserved_ahead(self._segment_bytes)
 
     def append(self, blocks: Sequence[Block], *, now: float) -> Appended:
-        """Write blocks and sync them once a class; after a disk error give up those that were not yet durable."""
+        """Begin to write blocks and to sync them, once a class; after a disk error give up what was not yet durable."""
         result = Appended(locations=[None] * len(blocks))
         for retention in dict.fromkeys(block.retention for block in blocks):
             places = [place for place, block in enumerate(blocks) if block.retention == retention]
@@ -66,6 +83,13 @@ class SegmentLog:
                 self._append(retention, places, blocks, now, result)
             except OSError as exc:
                 self._abandon(retention, exc, result)
+        return result
+
+    def give_up(self, part: Unsynced, exc: OSError) -> Appended:
+        """Leave the segment of blocks that did not become durable, if it is not left yet."""
+        result = Appended(locations=[])
+        if self._active.get(part.writer.file.retention) is part.writer:
+            self._abandon(part.writer.file.retention, exc, result)
         return result
 
     def seal_due(self, now: float) -> Appended:
@@ -130,8 +154,7 @@ class SegmentLog:
             if count < len(left):
                 self._seal(active, result)
             else:
-                active.sync()
-                result.segments[active.file.number] = self._size(active.file, active.disk_bytes, is_active=True)
+                result.unsynced.append(Unsynced(active, left, active.disk_bytes, active.start_sync()))
             if count:
                 for place, location in zip(left, locations, strict=False):
                     result.locations[place] = location

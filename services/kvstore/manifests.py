@@ -7,6 +7,7 @@ are little-endian. A tombstone says what was deleted when, so that no replica br
     seg/<class>/<id>                  the bytes
     manifest/<class>/<hour>/<id>      what they are; hour: of the segment's last block, in hours since the Unix epoch
     tombstone/<id>                    what was deleted
+    news/, key/                       news.py, tenant_keys.py
 """
 
 import json
@@ -22,14 +23,17 @@ MAX_MANIFEST_BYTES = 16 << 20
 MAX_TOMBSTONE_BYTES = 4096
 MAX_ENTRIES = 100_000
 HOUR_SECONDS = 3600
+MINUTE_SECONDS = 60
+DELETION_SECONDS = 60.0
+"""A deletion also covers what is written so soon after it: clocks of replicas differ."""
 
 _MAGIC = b"FKVMANIF"
 _VERSION = 1
 # magic, version, retention, tenants, fingerprints, entries, epoch, object bytes, created, expires
 _HEAD = struct.Struct("<8sHHHHIQQdd")
-# key, numbers of fingerprint and tenant, flags, created, offset in the object and in the segment, block and stored
+# key, numbers of fingerprint and tenant, flags, age, created, offset in the object and in the segment, block and stored
 # bytes, crc32
-_ENTRY = struct.Struct("<32sHHHxxdQQIII")
+_ENTRY = struct.Struct("<32sHHHHdQQIII")
 _LENGTH = struct.Struct("<H")
 _CRC = struct.Struct("<I")
 _FINGERPRINT_BYTES = 32
@@ -62,6 +66,13 @@ class Entry(NamedTuple):
     crc32: int
     """CRC-32 of the stored bytes."""
     flags: int
+    age_minutes: int = 0
+    """How much older the block's first copy is than this one, rounded up; 0 for the first."""
+
+    @property
+    def first_created_unix_seconds(self) -> float:
+        """When the block was written first, however often it was copied since: never later than it was."""
+        return self.created_unix_seconds - MINUTE_SECONDS * self.age_minutes
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +85,7 @@ class PackedEntries(Sequence[Entry]):
 
     def heads(self) -> Iterator[tuple[bytes, bytes, float]]:
         """Yield key, fingerprint and time of writing of each entry: all that an index needs."""
-        for key, fingerprint, _, _, created, *_ in _ENTRY.iter_unpack(self.raw):
+        for key, fingerprint, _, _, _, created, *_ in _ENTRY.iter_unpack(self.raw):
             yield key, self.fingerprints[fingerprint], created
 
     def __len__(self) -> int:
@@ -89,13 +100,10 @@ class PackedEntries(Sequence[Entry]):
             return tuple(self[one] for one in range(*position.indices(len(self))))
         if not -len(self) <= position < len(self):
             raise IndexError(position)
-        key, fingerprint, tenant, flags, created, at, segment_at, block_bytes, stored_bytes, crc32 = _ENTRY.unpack_from(
-            self.raw, position % len(self) * _ENTRY.size
-        )
-        owner = self.tenants[tenant]
-        return Entry(
-            key, self.fingerprints[fingerprint], owner, created, at, segment_at, block_bytes, stored_bytes, crc32, flags
-        )
+        fields = _ENTRY.unpack_from(self.raw, position % len(self) * _ENTRY.size)
+        key, fingerprint, tenant, flags, age, created, at, segment_at, block_bytes, stored_bytes, crc32 = fields
+        whose = (key, self.fingerprints[fingerprint], self.tenants[tenant])
+        return Entry(*whose, created, at, segment_at, block_bytes, stored_bytes, crc32, flags, age)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +155,19 @@ class Tombstone:
     """A deletion. Fields that are not None must all match; all None is everything."""
 
     before_unix_seconds: float
-    """Blocks written until then are gone."""
+    """Blocks first written until then are gone, and all copies of them, whenever those were made."""
     tenant: str | None = None
     fingerprint: bytes | None = None
     retention: int | None = None
+
+    def shreds(self, tenant: str, created_unix_seconds: float) -> bool:
+        """Say whether a tenant's key of that age goes with this deletion: it is all of the tenant, and the key older.
+
+        A key that was made in the minute that a deletion covers beyond itself seals nothing that was there before it.
+        """
+        return (self.tenant, self.fingerprint, self.retention) == (tenant, None, None) and (
+            created_unix_seconds <= self.before_unix_seconds - DELETION_SECONDS
+        )
 
     def may_cover(self, manifest: Manifest) -> bool:
         """Say whether a look at each block is worth it."""
@@ -166,7 +183,7 @@ class Tombstone:
     def covers(self, entry: Entry, retention: int) -> bool:
         """Say whether a block of a manifest of this class is deleted."""
         return (
-            entry.created_unix_seconds <= self.before_unix_seconds
+            entry.first_created_unix_seconds <= self.before_unix_seconds
             and (self.tenant is None or self.tenant == entry.tenant)
             and (self.fingerprint is None or self.fingerprint == entry.fingerprint)
             and (self.retention is None or self.retention == retention)
@@ -229,6 +246,7 @@ def pack(manifest: Manifest) -> bytes:
             fingerprints[one.fingerprint],
             tenants[one.tenant],
             one.flags,
+            one.age_minutes,
             one.created_unix_seconds,
             one.offset_bytes,
             one.segment_offset_bytes,
@@ -322,7 +340,7 @@ def _parse_body(body: bytes) -> Manifest:
     if len(body) - end != num_entries * _ENTRY.size:
         raise ValueError("as many entries as are announced must follow the tables")
     entries = PackedEntries(body[end:], tuple(fingerprints), tuple(tenants))
-    for _, fingerprint, tenant, _, _, offset_bytes, _, _, stored_bytes, _ in _ENTRY.iter_unpack(entries.raw):
+    for _, fingerprint, tenant, _, _, _, offset_bytes, _, _, stored_bytes, _ in _ENTRY.iter_unpack(entries.raw):
         if fingerprint >= num_fingerprints or tenant >= num_tenants or offset_bytes + stored_bytes > size:
             raise ValueError("an entry points outside")
     return Manifest(retention, epoch, size, created, expires, entries)

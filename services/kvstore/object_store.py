@@ -1,19 +1,21 @@
 """How is an object store put behind a store when the service starts, and what of it comes to the local disk?"""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import structlog
+from isal.isal_zlib import crc32 as checksum
 
 from services.chassis.errors import FathomError
 from services.chassis.service import Service
-from services.kvstore.index import ENCRYPTED, BlockLocation
+from services.kvstore.encryption import Keyring, SealedAwayError
+from services.kvstore.index import BlockLocation
 from services.kvstore.remote import RemoteTier
 from services.kvstore.remote_metrics import register
 from services.kvstore.segments import Block
 from services.kvstore.store import MAX_WAITING_BYTES, Store
-from services.kvstore.tiers import RemoteLocation
+from services.kvstore.tiers import RemoteChecked, RemoteLocation, SealedSegment
 
 _BUSY_BYTES = MAX_WAITING_BYTES // 4
 """While more waits for the disk, blocks from the object store are not written to it: computed ones go first."""
@@ -47,24 +49,59 @@ class AdmittingTier:
         """Return a block's stored bytes, verified, and keep a copy of it if there is time for that."""
         stored = await self._tier.read(location)
         block = location.location
-        if not block.flags & ENCRYPTED and self._store.room.used_bytes + len(stored) <= _BUSY_BYTES:
+        if self._store.room.used_bytes + len(stored) <= _BUSY_BYTES:
             write = asyncio.create_task(self._keep(block, stored), name="kvstore-keep-remote")
             self._writes.add(write)
             write.add_done_callback(self._writes.discard)
         return stored
 
+    def verify(self, *, max_bytes: int) -> AsyncIterator[RemoteChecked]:
+        """Read back what the object store has."""
+        return self._tier.verify(max_bytes=max_bytes)
+
     async def _keep(self, location: BlockLocation, stored: memoryview) -> None:
-        block = Block(location.key, location.fingerprint, stored, location.crc32, location.retention, location.tenant)
         try:
             await self._store.room.take(len(stored), timeout_seconds=0.0)
             try:
                 # It may have been deleted while it was read: here it would outlive its deletion.
                 if await self._tier.longest(location.fingerprint, [location.key]):
-                    await self._store.write(block)
+                    await self._store.write(await self._opened(location, stored))
             finally:
                 self._store.room.give_back(len(stored))
-        except FathomError as exc:
-            _log.info("kvstore.remote.not_kept", reason=exc.message)
+        except (FathomError, SealedAwayError) as exc:
+            _log.info("kvstore.remote.not_kept", reason=str(exc))
+
+    async def _opened(self, location: BlockLocation, stored: memoryview) -> Block:
+        """Return the block as its writer gave it: the store seals it again."""
+        payload: memoryview | bytes = stored
+        crc32 = location.crc32
+        if location.is_encrypted:
+            keyring, name = self._tier.keys.keyring, location.key + location.fingerprint
+            if keyring is None:
+                raise SealedAwayError("the store has no master key")
+            payload = await asyncio.to_thread(keyring.unseal, location.tenant, name, stored)
+            crc32 = checksum(payload)
+        return Block(
+            location.key,
+            location.fingerprint,
+            payload,
+            crc32,
+            location.retention,
+            location.tenant,
+            first_created_seconds=location.first_created_seconds,
+        )
+
+
+def opened(store: Store) -> list[SealedSegment]:
+    """Return the store's open segments with the blocks that are durable in them."""
+    catalog = store.catalog
+    segments = []
+    for number, one in list(catalog.segments.items()):
+        if one.is_active:
+            found = sorted(catalog.index.blocks_of(number), key=lambda location: location.offset_bytes)
+            if found:
+                segments.append(catalog.sealed(number, found))
+    return segments
 
 
 def attach(service: Service, store: Store, *, url: str, options_file: str) -> None:
@@ -72,10 +109,14 @@ def attach(service: Service, store: Store, *, url: str, options_file: str) -> No
 
     Nothing waits for the object store: while it is away the service starts and serves what is local.
     """
-    tier = RemoteTier.open(url, Path(options_file) if options_file else None)
+    settings = service.settings
+    keyring = None
+    if settings.encryption_key_file:  # the one that the store has
+        keyring = Keyring.load(settings.path / "keys", Path(settings.encryption_key_file))
+    tier = RemoteTier.open(url, Path(options_file) if options_file else None, keyring)
     register(tier, service.metrics)
     store.connect(listener=tier, remote=AdmittingTier(tier, store))
-    background = service.spawn(tier.run(store), "kvstore object store")
+    background = service.spawn(tier.run(store, lambda: opened(store)), "kvstore object store")
 
     async def stop() -> None:
         await tier.drain(store)

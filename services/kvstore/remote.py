@@ -8,7 +8,7 @@ a miss there: the breaker sees to it that a store that is down costs nobody any 
 import asyncio
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,11 +17,14 @@ from isal.isal_zlib import crc32
 
 from services.chassis.errors import FathomError, NoReplica
 from services.kvstore.blobs import BlobBackend, BlobError, BlobMissingError, load_options, open_blobs
-from services.kvstore.index import BlockLocation
-from services.kvstore.manifests import Tombstone
+from services.kvstore.encryption import Keyring
+from services.kvstore.index import ENCRYPTED, BlockLocation
+from services.kvstore.manifests import DELETION_SECONDS, Tombstone
 from services.kvstore.remote_catalog import RemoteCatalog
 from services.kvstore.remote_index import Found
-from services.kvstore.tiers import LocalEngine, RemoteLocation, Removed, SealedSegment, Selection
+from services.kvstore.remote_verification import verify_objects
+from services.kvstore.tenant_keys import TenantKeys
+from services.kvstore.tiers import LocalEngine, RemoteChecked, RemoteLocation, Removed, SealedSegment, Selection
 from services.kvstore.uploads import Uploads
 
 RUN_BYTES = 4 << 20
@@ -32,9 +35,6 @@ SWEEPS = 6 * FULL_REFRESHES
 """One of so many is followed by a sweep."""
 FLUSH_SECONDS = 3.0
 """How long a store that stops may still upload; what is left is uploaded after its next start."""
-DELETION_SECONDS = 60.0
-"""A deletion also covers what is written so soon after it: a replica that has not heard of it yet may make copies of
-old blocks, and clocks differ. New blocks that go with them are computed again."""
 _AFTER_SECONDS = 0.05
 _AFTER_HEARING_SECONDS = 1.0
 """So that a deletion that is heard late covers what just waits to be written here."""
@@ -87,22 +87,25 @@ class RemoteTier:
         self,
         blobs: BlobBackend,
         *,
+        keyring: Keyring | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
-        """now: seconds since the Unix epoch."""
+        """keyring: of the engine, if it encrypts.  now: seconds since the Unix epoch."""
         self.counts = RemoteCounts()
         self.blobs = blobs
         self.catalog = RemoteCatalog(blobs, now)
-        self.uploads = Uploads(blobs, self.catalog, now)
+        self.keys = TenantKeys(blobs, keyring)
+        self.uploads = Uploads(blobs, self.catalog, self.keys, now)
         self._now = now
         self._refreshed = now()
         self._deletions: list[Tombstone] = []
         """Those that the local engine has not heard of yet."""
+        self._one_at_a_time = asyncio.Lock()
 
     @classmethod
-    def open(cls, url: str, options_file: Path | None) -> "RemoteTier":
+    def open(cls, url: str, options_file: Path | None, keyring: Keyring | None = None) -> "RemoteTier":
         """Return the tier over an object store; raise ValueError for a bad URL or options file. Calls nothing yet."""
-        return cls(open_blobs(url, load_options(options_file)))
+        return cls(open_blobs(url, load_options(options_file)), keyring=keyring)
 
     @property
     def breaker(self) -> str:
@@ -132,9 +135,11 @@ class RemoteTier:
             retention=selection.retention,
         )
         try:
-            return await self.catalog.delete(tombstone)
-        except BlobError as exc:
+            removed = await self.catalog.delete(tombstone)
+            await self.keys.refresh(self.catalog.tombstones)
+        except (BlobError, OSError) as exc:
             raise NoReplica(f"not all is deleted, for the object store failed; delete again: {exc}") from exc
+        return removed
 
     async def longest(self, fingerprint: bytes, keys: Sequence[bytes]) -> Sequence[RemoteLocation]:
         """Return where the leading keys are; nothing while the object store is left alone."""
@@ -142,8 +147,11 @@ class RemoteTier:
             return ()
         locations: list[RemoteLocation] = []
         run: _Run | None = None
+        opens: dict[str, bool] = {}
         for found in self.catalog.index.longest(fingerprint, keys, self._now()):
             entry, path = found.entry, found.name.object_path
+            if entry.flags & ENCRYPTED and not opens.setdefault(entry.tenant, self.keys.can_open(entry.tenant)):
+                break  # a hit that cannot be opened would be none
             if (
                 run is None
                 or run.path != path
@@ -195,12 +203,21 @@ class RemoteTier:
         self.counts.read_bytes += len(stored)
         return stored
 
-    async def run(self, engine: LocalEngine) -> None:
-        """Keep the catalog fresh, the engine's segments short and the object store tidy, until cancelled."""
-        options = self.blobs.options
+    def verify(self, *, max_bytes: int) -> AsyncIterator[RemoteChecked]:
+        """Read back blocks of the object store, at most so many bytes, and compare checksums. Raises NoReplica."""
+        return verify_objects(self.blobs, self.catalog.index, self._now(), max_bytes=max_bytes)
+
+    async def run(self, engine: LocalEngine, opened: Callable[[], Sequence[SealedSegment]] = tuple) -> None:
+        """Keep the catalog fresh, the engine's segments short and the object store tidy, until cancelled.
+
+        opened: returns the engine's open segments with what is findable in them, as they are at that moment.
+        """
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.uploads.run(), name="kvstore-upload")
             tasks.create_task(self._seal(engine), name="kvstore-seal")
+            tasks.create_task(self._hear(engine), name="kvstore-news")
+            if self.blobs.options.early_seconds:
+                tasks.create_task(self._upload_early(opened), name="kvstore-upload-early")
             turn = 0
             while True:
                 try:
@@ -210,7 +227,7 @@ class RemoteTier:
                     turn += 1
                 except (BlobError, FathomError, OSError) as exc:
                     _log.warning("kvstore.catalog.failed", reason=str(exc))
-                pause = options.refresh_seconds * random.uniform(0.8, 1.2)  # noqa: S311 - jitter
+                pause = self.blobs.options.refresh_seconds * random.uniform(0.8, 1.2)  # noqa: S311 - jitter
                 if self.blobs.is_away:
                     # The next refresh is the trial, so that no request has to be it; before it all are refused.
                     pause = self.blobs.seconds_to_trial + _AFTER_SECONDS
@@ -224,6 +241,9 @@ class RemoteTier:
             async with asyncio.timeout(FLUSH_SECONDS):
                 await engine.seal_older_than(-1.0)
                 await self.uploads.flush()
+                await self.uploads.tidy(is_last=True)
+        except BlobError as exc:
+            _log.info("kvstore.upload.untidy", reason=str(exc))
         except TimeoutError:
             _log.info("kvstore.upload.left", queued_bytes=self.uploads.queued_bytes)
 
@@ -231,19 +251,50 @@ class RemoteTier:
         is_first = not self.catalog.listed.is_set()
         fresh = await self.catalog.refresh(is_full=is_full)
         self._refreshed = self._now()
-        if not is_first:
-            # What is here may have been copied until this moment, however late we hear of it.
-            heard = self._refreshed + _AFTER_HEARING_SECONDS
-            fresh = tuple(replace(one, before_unix_seconds=max(one.before_unix_seconds, heard)) for one in fresh)
-        self._deletions += fresh
-        while self._deletions:
-            gone = self._deletions[0]
-            selection = Selection(tenant=gone.tenant, fingerprint=gone.fingerprint, retention=gone.retention)
-            removed = await engine.evict_local(selection, gone.before_unix_seconds)
-            self.counts.evicted_for_others += removed.num_blocks
-            self._deletions.pop(0)
+        await self._obey(engine, fresh, is_first=is_first)
+        await self.keys.refresh(self.catalog.tombstones)
         if not self.blobs.is_read_only:
             await self.catalog.tidy()
+
+    async def _obey(self, engine: LocalEngine, fresh: Sequence[Tombstone], *, is_first: bool) -> None:
+        """Let the engine delete what other replicas were told to delete."""
+        if not is_first:
+            # What is here may have been copied until this moment, however late we hear of it.
+            heard = self._now() + _AFTER_HEARING_SECONDS
+            fresh = [replace(one, before_unix_seconds=max(one.before_unix_seconds, heard)) for one in fresh]
+        self._deletions += fresh
+        async with self._one_at_a_time:
+            while self._deletions:
+                gone = self._deletions[0]
+                selection = Selection(tenant=gone.tenant, fingerprint=gone.fingerprint, retention=gone.retention)
+                removed = await engine.evict_local(selection, gone.before_unix_seconds)
+                self.counts.evicted_for_others += removed.num_blocks
+                self._deletions.pop(0)
+
+    async def _hear(self, engine: LocalEngine) -> None:
+        """Take in what others publish within seconds; what is missed here the next refresh finds."""
+        await self.catalog.listed.wait()
+        while True:
+            await asyncio.sleep(self.blobs.options.news_seconds)
+            if self.blobs.is_away:
+                continue
+            try:
+                fresh, heard = await self.catalog.hear()
+                await self._obey(engine, fresh, is_first=False)
+                if fresh or any(self.keys.lacks_key_for(manifest) for manifest in heard):
+                    await self.keys.refresh(self.catalog.tombstones)
+            except (BlobError, FathomError, OSError) as exc:
+                _log.warning("kvstore.news.failed", reason=str(exc))
+
+    async def _upload_early(self, opened: Callable[[], Sequence[SealedSegment]]) -> None:
+        while True:
+            await asyncio.sleep(self.blobs.options.early_seconds)
+            if self.blobs.is_read_only:
+                continue
+            try:
+                await self.uploads.upload_opened(opened())
+            except (BlobError, OSError) as exc:
+                _log.warning("kvstore.early_upload.failed", reason=str(exc))
 
     async def _seal(self, engine: LocalEngine) -> None:
         seconds = self.blobs.options.seal_seconds
@@ -280,6 +331,7 @@ def _location(found: Found) -> BlockLocation:
         created_seconds=entry.created_unix_seconds,
         tenant=entry.tenant,
         flags=entry.flags,
+        age_minutes=entry.age_minutes,
     )
 
 

@@ -33,6 +33,7 @@ from services.kvstore.manifests import (
     parse_tombstone,
     without,
 )
+from services.kvstore.news import News
 from services.kvstore.remote_index import RemoteIndex
 from services.kvstore.tiers import Removed
 
@@ -61,6 +62,8 @@ class CatalogCounts:
     expired_objects: int = 0
     purged_objects: int = 0
     swept_objects: int = 0
+    heard_manifests: int = 0
+    """Found within seconds, not by listing all of them."""
 
 
 class RemoteCatalog:
@@ -72,8 +75,11 @@ class RemoteCatalog:
         self.counts = CatalogCounts()
         self.listed = asyncio.Event()
         """Set once all that was published has been listed."""
+        self.heard_after_seconds = 0.0
+        """How old the last block was that was heard of from another replica."""
         self._blobs = blobs
         self._now = now
+        self._news = News(blobs, now)
         self._one_at_a_time = asyncio.Lock()
         self._tombstones: dict[str, Tombstone] = {}
         """By path."""
@@ -95,7 +101,28 @@ class RemoteCatalog:
         self._mine.add(name)
         if is_new:
             self._take(name, manifest)
+            await self._news.tell(name.path)
         return is_new
+
+    async def hear(self) -> tuple[Sequence[Tombstone], Sequence[Manifest]]:
+        """Take in what others published in the last moments: one call, and one for each manifest that is new.
+
+        Returns the deletions and the manifests that were not known before.
+        """
+        paths = await self._news.heard()
+        async with self._one_at_a_time:
+            is_deleted = any(path.startswith("tombstone/") and path not in self._tombstones for path in paths)
+            fresh = await self._refresh_tombstones() if is_deleted else ()
+            heard = await self._read([name for path in paths if (name := parse_name(path)) is not None])
+        for manifest in heard:
+            self.counts.heard_manifests += 1
+            self.heard_after_seconds = self._now() - manifest.created_unix_seconds
+        return fresh, heard
+
+    async def remove(self, name: ManifestName) -> None:
+        """Delete an object that is superseded by another one."""
+        async with self._one_at_a_time:
+            await self._delete_object(name)
 
     async def refresh(self, *, is_full: bool) -> tuple[Tombstone, ...]:
         """Take in what others published and deleted; return the deletions that were not known before.
@@ -119,6 +146,7 @@ class RemoteCatalog:
         """Delete what matches, for good, whoever published it; return what was removed once it is gone."""
         path = f"tombstone/{secrets.token_hex(16)}"
         await self._blobs.put_if_absent(path, pack_tombstone(tombstone))
+        await self._news.tell(path)
         self._obey({path: tombstone})
         await self.refresh(is_full=True)
         num_blocks = num_bytes = 0
@@ -146,10 +174,12 @@ class RemoteCatalog:
                 await self._blobs.delete(path)
                 self._orphans.discard(path)
             await self._end_tombstones(now - TOMBSTONE_SECONDS)
+            await self._news.tidy()
 
     async def sweep(self) -> None:
         """Delete objects that nothing publishes: what a replica that died while it uploaded or deleted left behind."""
         async with self._one_at_a_time:
+            await self._news.sweep()
             objects = await self._blobs.list("seg", max_blobs=MAX_MANIFESTS)
             if not await self._refresh_all():
                 return
@@ -221,16 +251,19 @@ class RemoteCatalog:
             _log.warning("kvstore.catalog.truncated", num_manifests=len(blobs))
         return [name for blob in blobs if (name := parse_name(blob.path)) is not None]
 
-    async def _read(self, names: Sequence[ManifestName]) -> None:
-        """Take in the manifests that are not known yet."""
+    async def _read(self, names: Sequence[ManifestName]) -> list[Manifest]:
+        """Take in the manifests that are not known yet, and return them."""
         new = [name for name in names if name not in self.index and name.path not in self._unreadable]
+        found: list[Manifest | None] = []
         for start in range(0, len(new), _READS_AT_ONCE):
-            await asyncio.gather(*(self._read_one(name) for name in new[start : start + _READS_AT_ONCE]))
+            found += await asyncio.gather(*(self._read_one(name) for name in new[start : start + _READS_AT_ONCE]))
+        return [manifest for manifest in found if manifest is not None]
 
-    async def _read_one(self, name: ManifestName) -> None:
+    async def _read_one(self, name: ManifestName) -> Manifest | None:
         manifest = await self._fetch(name)
         if manifest is not None:
             self._take(name, manifest)
+        return manifest
 
     async def _fetch(self, name: ManifestName) -> Manifest | None:
         """Return a manifest as published; None when it is gone or damaged."""

@@ -36,6 +36,7 @@ class RemoteCollector(Collector):
         yield "damaged_blocks", "Blocks whose bytes in the object store were wrong.", reads.damaged_blocks
         yield "missing_blocks", "Blocks whose object was gone.", reads.missing_blocks
         yield "uploaded_objects", "Objects published.", uploads.objects
+        yield "uploaded_pieces", "Of those, parts of segments that were still open.", uploads.pieces
         yield "uploaded_blocks", "Blocks in them.", uploads.blocks
         yield "uploaded_bytes", "Bytes of those.", uploads.num_bytes
         yield "upload_retries", "Uploads that failed and were tried again.", uploads.retries
@@ -46,6 +47,11 @@ class RemoteCollector(Collector):
         yield "expired_objects", "Objects deleted because their time was over.", catalog.expired_objects
         yield "purged_objects", "Objects rewritten or deleted for deleted blocks in them.", catalog.purged_objects
         yield "swept_objects", "Objects deleted because nothing published them.", catalog.swept_objects
+        yield "heard_manifests", "Manifests of others that were found within seconds.", catalog.heard_manifests
+        keys = self._tier.keys.counts
+        yield "published_keys", "Tenants' wrapped keys that this replica made.", keys.published
+        yield "fetched_keys", "Those that others made.", keys.fetched
+        yield "destroyed_keys", "Those destroyed because their tenants were deleted.", keys.destroyed
         blobs = self._tier.blobs
         yield "breaker_opened", "Times that reads were refused after failures.", blobs.reads.num_opened
         yield "write_breaker_opened", "Times that writes were refused after failures.", blobs.writes.num_opened
@@ -55,6 +61,8 @@ class RemoteCollector(Collector):
         yield "blocks", "Blocks that can be found in the object store.", tier.num_blocks
         yield "breaker_open", "1 while nothing is read from the object store.", tier.breaker == "open"
         yield "write_breaker_open", "1 while nothing is written to it.", tier.blobs.is_read_only
+        yield "heard_after_seconds", "Age of the last block that was heard of.", tier.catalog.heard_after_seconds
+        yield "keys_refused", "1 while the keys over there are of another master key.", tier.keys.is_refused
         yield "upload_queue_bytes", "Sealed segments that wait for their upload.", tier.uploads.queued_bytes
         yield "upload_lag_seconds", "How long the first of them has waited.", tier.uploads.oldest_seconds
         yield "refresh_age_seconds", "Time since the last good look at what others published.", tier.refresh_age_seconds

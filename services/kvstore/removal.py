@@ -27,7 +27,7 @@ async def remove(
     counts: StoreCounts,
     before_unix_seconds: float = math.inf,
 ) -> Removed:
-    """Remove what matches and was written before; return once it is gone. To be run as a job of the write line."""
+    """Remove what matches and was first written before; return once it is gone. A job of the write line."""
     if before_unix_seconds > time.time():
         line.drop(selection)
     sealed = (await line.seal_quietly(log.close)).sealed
@@ -35,7 +35,8 @@ async def remove(
     partly: dict[int, list[BlockLocation]] = {}
     for number in list(catalog.segments):
         records = catalog.index.records_of(number)
-        matching = [one for one in records if selection.matches(one) and one.created_seconds < before_unix_seconds]
+        able = [one for one in records if selection.matches(one)]
+        matching = [one for one in able if one.first_created_seconds < before_unix_seconds]
         if len(matching) == len(records) and (matching or selection == Selection()):
             num_blocks += catalog.doom(number)
         elif matching:

@@ -1,17 +1,20 @@
 """How is a segment file written, read and recovered?
 
-Blocking file work only, for a thread: no index, no policy. Appends past the page cache, then one fdatasync for a batch.
+Blocking file work only, for a thread: no index, no policy. Appends past the page cache, then one fdatasync for a batch,
+while the next batch is written.
 """
 
 import errno
+import math
 import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 from isal.isal_zlib import crc32 as checksum
 
 from services.kvstore.directory import SegmentFile, sync_folder
-from services.kvstore.disk import Disk
+from services.kvstore.disk import Disk, physical_bytes
 from services.kvstore.format import (
     ALIGN_BYTES,
     HEADER_BYTES,
@@ -29,6 +32,8 @@ from services.kvstore.format import (
 )
 from services.kvstore.index import SEAL_BYTES, BlockLocation
 
+_MAX_AGE_MINUTES = (1 << 16) - 1
+"""Forty-five days: longer than any deletion is remembered."""
 _SCAN_PIECE_BYTES = 1 << 20
 _MAX_AHEAD_BYTES = 32 << 20
 _DAMAGE_ERRNOS = frozenset({errno.EIO, errno.ENOENT, errno.ESTALE, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN})
@@ -56,11 +61,19 @@ class Block:
     tenant: str = ""
     flags: int = 0
     """ENCRYPTED when `payload` is sealed."""
+    first_created_seconds: float = 0.0
+    """When its first copy was written, seconds since the Unix epoch; 0 for a block that is new."""
 
     @property
     def block_bytes(self) -> int:
         """Length of the payload as its writer gave it."""
         return len(self.payload) - SEAL_BYTES * (self.flags & 1)
+
+    def age_minutes(self, now: float) -> int:
+        """Return how much older its first copy is, rounded up: no copy may pass for younger than it is."""
+        if not self.first_created_seconds:
+            return 0
+        return min(_MAX_AGE_MINUTES, max(0, math.ceil((now - self.first_created_seconds) / 60)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +107,10 @@ class SegmentWriter:
         self._segment_bytes = segment_bytes
         self._synced_bytes = 0
         self._reserved_bytes = 0
+        self._pieces: list[Future[None]] = []
+        """Writes that no sync waits for yet."""
+        self._last_sync: Future[int] | None = None
+        self._failure: BaseException | None = None
         self._fd = disk.open(file.path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
 
     @property
@@ -111,7 +128,10 @@ class SegmentWriter:
         return len(blocks)
 
     def append(self, blocks: Sequence[Block], *, now: float) -> list[BlockLocation]:
-        """Write records behind the last. They are durable, and may be published, only after sync() or seal()."""
+        """Begin to write records behind the last.
+
+        They are durable, and may be published, only when a later start_sync() has a result, or after seal().
+        """
         parts: list[bytes | bytearray | memoryview] = []
         locations: list[BlockLocation] = []
         end = self.end_bytes
@@ -127,6 +147,7 @@ class SegmentWriter:
                 now,
                 block.tenant,
                 block.flags,
+                block.age_minutes(now),
             )
             locations.append(location)
             size = len(block.payload)
@@ -137,24 +158,28 @@ class SegmentWriter:
             length = aligned(max(wanted, end - self._reserved_bytes))
             self._disk.preallocate(self._fd, self._reserved_bytes, length)
             self._reserved_bytes += length
-        self._disk.write(self._fd, parts, self.end_bytes)
+        self._pieces += self._disk.start_write(self._fd, parts, self.end_bytes)
         self.end_bytes = end
         self.locations += locations
         return locations
 
-    def sync(self) -> None:
-        """Wait until all records are on the disk."""
-        os.fdatasync(self._fd)
-        if self._synced_bytes == 0:
-            sync_folder(self.file.path.parent)
-        self._synced_bytes = self.end_bytes
+    def start_sync(self) -> "Future[int]":
+        """Have all records so far brought to the disk; return a future of what the file takes there, in bytes.
+
+        After the first that fails with an OSError all later ones do: nobody knows which pages are lost.
+        """
+        pieces, self._pieces = self._pieces, []
+        end = self.end_bytes
+        self._last_sync = self._disk.start_sync(lambda: self._sync(pieces, end))
+        return self._last_sync
 
     def seal(self) -> None:
         """Write the footer, give back what was reserved behind it, and close. The next start need not scan."""
         footer = pack_footer(self.locations, epoch=self.file.epoch, start_bytes=self.end_bytes)
         self._disk.write(self._fd, [footer], self.end_bytes)
+        wait(self._pieces)  # a piece that comes later would make the file longer again
         os.ftruncate(self._fd, self.end_bytes + len(footer))
-        self.sync()
+        self.start_sync().result()
         os.close(self._fd)
 
     def forget(self, gone: Sequence[BlockLocation]) -> None:
@@ -164,6 +189,9 @@ class SegmentWriter:
 
     def abandon(self) -> int:
         """Give up after an error: cut off what was never synced; return the bytes kept, 0 when the file is gone."""
+        wait(self._pieces)
+        if self._last_sync is not None:
+            wait([self._last_sync])
         try:
             if self._synced_bytes == 0:
                 self.file.path.unlink(missing_ok=True)
@@ -175,6 +203,22 @@ class SegmentWriter:
         finally:
             os.close(self._fd)
         return self._synced_bytes
+
+    def _sync(self, pieces: "Sequence[Future[None]]", end_bytes: int) -> int:
+        wait(pieces)
+        try:
+            if self._failure is not None:
+                raise self._failure  # noqa: TRY301 - said once more, for every sync that it concerns
+            for piece in pieces:
+                piece.result()
+            os.fdatasync(self._fd)
+            if self._synced_bytes == 0:
+                sync_folder(self.file.path.parent)
+        except BaseException as exc:
+            self._failure = exc
+            raise
+        self._synced_bytes = end_bytes
+        return physical_bytes(self.file.path)
 
 
 def read_run(disk: Disk, file: SegmentFile, locations: Sequence[BlockLocation]) -> list[memoryview | DamagedBlockError]:

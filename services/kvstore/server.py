@@ -149,7 +149,10 @@ class Servicer(KvstoreServicer):
 
     async def Verify(self, request: VerifyRequest, _context: object) -> AsyncIterator[VerifyReport]:
         with self._verifications.slot():
-            async for report in self._store.verify(max_bytes_per_second=request.max_bytes_per_second):
+            reports = self._store.verify(
+                max_bytes_per_second=request.max_bytes_per_second, remote_bytes=request.remote_bytes
+            )
+            async for report in reports:
                 bad = [
                     BadBlock(block_key=one.key, segment=one.segment, offset_bytes=one.offset_bytes, fault=one.fault)
                     for one in report.bad

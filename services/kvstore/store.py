@@ -284,9 +284,14 @@ class Store:
         """Seal every open segment that was opened longer ago."""
         await self._line.run(lambda: self._line.seal(self._log.seal_older, time.time() - seconds))
 
-    def verify(self, *, max_bytes_per_second: int) -> StoreVerification:
-        """Return a reading of every block that reports as it goes; bad ones are quarantined."""
-        return StoreVerification(self.catalog, self.reader, max_bytes_per_second=max_bytes_per_second)
+    def verify(self, *, max_bytes_per_second: int, remote_bytes: int = 0) -> StoreVerification:
+        """Return a reading of every block that reports as it goes; bad ones are quarantined.
+
+        remote_bytes: how much is read back from the object store too. Raises InvalidRequest when there is none.
+        """
+        return StoreVerification(
+            self.catalog, self.reader, max_bytes_per_second=max_bytes_per_second, remote_bytes=remote_bytes
+        )
 
     async def close(self) -> None:
         """Write what waits, seal the active segments, release the folder."""

@@ -4,7 +4,7 @@ The engine tells a listener of each sealed segment and each deletion, and asks a
 All of it is optional: without a tier behind it the engine is whole. Every failure or delay on the other side is a miss.
 """
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -69,6 +69,31 @@ class RemoteLocation:
     """Whatever `read` needs to find the bytes; the engine does not look at it."""
 
 
+@dataclass(frozen=True, slots=True)
+class RemoteBad:
+    """A block behind whose bytes are not what was written."""
+
+    key: bytes
+    path: str
+    """Of the object."""
+    offset_bytes: int
+    """In the object."""
+    fault: str
+    """ "remote" for other bytes, "missing" for none."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteChecked:
+    """How far a verification of the tier behind is."""
+
+    num_blocks: int
+    total_blocks: int
+    num_bytes: int
+    """Read since the report before."""
+    bad: Sequence[RemoteBad] = ()
+    """Found since the report before."""
+
+
 class SegmentListener(Protocol):
     """Hears of segments and deletions. Called on the event loop: must return at once, and must not raise."""
 
@@ -90,6 +115,9 @@ class RemoteBlocks(Protocol):
 
     async def read(self, location: RemoteLocation) -> bytes | memoryview:
         """Return the stored bytes (`stored_bytes` of them), checked against `crc32`; raise when they cannot be had."""
+
+    def verify(self, *, max_bytes: int) -> AsyncIterator[RemoteChecked]:
+        """Read back what is there, at most so many bytes, and say what is bad. Raises NoReplica when it cannot be."""
 
     @property
     def breaker(self) -> str:

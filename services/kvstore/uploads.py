@@ -1,15 +1,16 @@
 """When and how does a sealed segment become a published object?
 
-In the background, one at a time, from a queue bounded by bytes and age. Serving never waits for it: what the object
-store does not take in time stays on this replica's disk alone.
+In the background, one at a time, from a queue bounded by bytes and age; beside them pieces of segments that are still
+open. Serving never waits for it: what the object store does not take in time stays on this replica's disk alone.
 """
 
 import asyncio
+import math
 import os
 import random
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 import structlog
@@ -19,7 +20,9 @@ from services.kvstore.blobs import BlobBackend, BlobError
 from services.kvstore.format import HEADER_BYTES
 from services.kvstore.index import BlockLocation
 from services.kvstore.manifests import HOUR_SECONDS, MAX_ENTRIES, Entry, Manifest, ManifestName
+from services.kvstore.pieces import Pieces
 from services.kvstore.remote_catalog import RemoteCatalog
+from services.kvstore.tenant_keys import TenantKeys
 from services.kvstore.tiers import SealedSegment
 
 FIRST_RETRY_SECONDS = 0.5
@@ -36,6 +39,8 @@ class UploadCounts:
     """Counted since boot."""
 
     objects: int = 0
+    pieces: int = 0
+    """Of those, parts of segments that were still open."""
     blocks: int = 0
     num_bytes: int = 0
     retries: int = 0
@@ -44,7 +49,7 @@ class UploadCounts:
     damaged_blocks: int = 0
     """Not uploaded, for their bytes on the local disk were wrong."""
     drops: dict[str, int] = field(default_factory=dict)
-    """Blocks that were given up, by reason: "bytes", "age", "gone", "encrypted"."""
+    """Blocks that were given up, by reason: "bytes", "age", "gone", "encrypted" (nobody could open them)."""
 
     def drop(self, reason: str, num_blocks: int) -> None:
         self.drops[reason] = self.drops.get(reason, 0) + num_blocks
@@ -63,6 +68,7 @@ class Uploads:
         self,
         blobs: BlobBackend,
         catalog: RemoteCatalog,
+        keys: TenantKeys,
         now: Callable[[], float],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -71,6 +77,8 @@ class Uploads:
         self.queued_bytes = 0
         self._blobs = blobs
         self._catalog = catalog
+        self._keys = keys
+        self._pieces = Pieces()
         self._now = now
         self._clock = clock
         self._queue: deque[_Waiting] = deque()
@@ -120,59 +128,86 @@ class Uploads:
                 pause = FIRST_RETRY_SECONDS
                 self._remove(first)
 
+    async def upload_opened(self, opened: Sequence[SealedSegment]) -> None:
+        """Upload what is new in open segments, as they are now, and delete the pieces that have become superfluous."""
+        if not self._catalog.listed.is_set():
+            return
+        for segment in opened:
+            number, blocks = self._pieces.next_blocks(segment)
+            while blocks:
+                name = _name(segment, blocks[-1].created_seconds, suffix=f"-{number:05d}")
+                self._pieces.begin(segment, name, blocks)
+                wanted = self._wanted(segment, blocks)
+                if wanted:
+                    self.counts.pieces += await self._send(name, segment, wanted) > 0
+                self._pieces.done(segment, blocks)
+                number, blocks = self._pieces.next_blocks(segment)
+        await self.tidy()
+
+    async def tidy(self, *, is_last: bool = False) -> None:
+        """Delete the small pieces of segments that are uploaded; is_last: at once, for nobody would do so later."""
+        while (name := self._pieces.first_superseded(math.inf if is_last else self._now())) is not None:
+            await self._catalog.remove(name)
+            self._pieces.deleted(name)
+
     async def _upload(self, segment: SealedSegment) -> None:
-        name = ManifestName(
-            segment.retention,
-            int(segment.last_created_unix_seconds // HOUR_SECONDS),
-            f"{segment.number:012d}-{segment.epoch:016x}",
-        )
+        name = _name(segment, segment.last_created_unix_seconds)
         if name in self._catalog.index:
             return
-        wanted = self._wanted(segment)
-        if not wanted:
-            return
+        wanted = self._wanted(segment, segment.locations)
+        if wanted and await self._send(name, segment, wanted) == len(wanted):
+            self._pieces.whole_is_there(segment, self._now())
+        else:
+            self._pieces.stay(segment)
+
+    async def _send(self, name: ManifestName, segment: SealedSegment, wanted: Sequence[BlockLocation]) -> int:
+        """Put blocks of a segment into an object and publish it; return how many: some may be gone or damaged."""
+        await self._keys.publish({location.tenant for location in wanted if location.is_encrypted})
         try:
             descriptor = os.open(segment.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             self.counts.drop("gone", len(wanted))
-            return
+            return 0
         entries: list[Entry] = []
         try:
             size = sum(location.stored_bytes for location in wanted)
-            await self._blobs.put_stream(name.object_path, self._pieces(descriptor, wanted, entries), size)
+            await self._blobs.put_stream(name.object_path, self._read_all(descriptor, wanted, entries), size)
         finally:
             os.close(descriptor)
         if not entries:
-            return
+            return 0
         num_bytes = entries[-1].offset_bytes + entries[-1].stored_bytes
-        manifest = Manifest(
-            segment.retention,
-            segment.epoch,
-            num_bytes,
-            max(entry.created_unix_seconds for entry in entries),
-            self._expiry(segment),
-            tuple(entries),
-        )
+        created = max(entry.created_unix_seconds for entry in entries)
+        expires = created + self._life_seconds(segment)
+        manifest = Manifest(segment.retention, segment.epoch, num_bytes, created, expires, tuple(entries))
         if await self._catalog.publish(name, manifest):
             self.counts.objects += 1
             self.counts.blocks += len(entries)
             self.counts.num_bytes += num_bytes
+        return len(entries)
 
-    def _wanted(self, segment: SealedSegment) -> list[BlockLocation]:
+    def _wanted(self, segment: SealedSegment, locations: Sequence[BlockLocation]) -> list[BlockLocation]:
         """Return the blocks that are worth their upload."""
-        plain = [location for location in segment.locations if not location.is_encrypted]
-        self.counts.drop("encrypted", len(segment.locations) - len(plain))
-        life = self._expiry(segment) - segment.last_created_unix_seconds
+        life = self._life_seconds(segment)
+        small = self._pieces.small(segment)
         wanted = []
-        for location in plain:
+        for location in locations:
             found = self._catalog.index.find(location.fingerprint, location.key, self._now())
-            if found is not None and found.expires_unix_seconds >= location.created_seconds + life * _WORTH_LIFE:
+            if location.is_encrypted and not self._keys.can_open(location.tenant):
+                self.counts.drop("encrypted", 1)
+            elif (
+                found is not None
+                and found.name not in small
+                and found.expires_unix_seconds >= location.created_seconds + life * _WORTH_LIFE
+            ):
                 self.counts.known_blocks += 1
             else:
                 wanted.append(location)
         return wanted[:MAX_ENTRIES]
 
-    async def _pieces(self, descriptor: int, wanted: list[BlockLocation], entries: list[Entry]) -> AsyncIterator[bytes]:
+    async def _read_all(
+        self, descriptor: int, wanted: Sequence[BlockLocation], entries: list[Entry]
+    ) -> AsyncIterator[bytes]:
         """Yield the stored bytes of each block that is as it was written; append to `entries` where they will be."""
         entries.clear()
         offset = 0
@@ -193,17 +228,17 @@ class Uploads:
                     stored_bytes=location.stored_bytes,
                     crc32=location.crc32,
                     flags=location.flags,
+                    age_minutes=location.age_minutes,
                 )
             )
             offset += location.stored_bytes
             yield stored
 
-    def _expiry(self, segment: SealedSegment) -> float:
-        """Return when the segment's last block ends; a class without an end gets one here, or nothing would ever go."""
-        life = min(segment.expires_at_unix_seconds - segment.last_created_unix_seconds, _MAX_LIFE_SECONDS)
-        if segment.expires_at_unix_seconds == float("inf"):
-            life = self._blobs.options.unspecified_seconds
-        return segment.last_created_unix_seconds + life
+    def _life_seconds(self, segment: SealedSegment) -> float:
+        """Return how long its blocks live; a class without an end gets one here, or nothing would ever go."""
+        if math.isinf(segment.expires_at_unix_seconds):
+            return self._blobs.options.unspecified_seconds
+        return min(segment.expires_at_unix_seconds - segment.last_created_unix_seconds, _MAX_LIFE_SECONDS)
 
     def _drop_old(self) -> None:
         while self._queue and self.oldest_seconds > self._blobs.options.max_queue_seconds:
@@ -213,6 +248,7 @@ class Uploads:
         first = self._queue.popleft()
         self.queued_bytes -= first.segment.num_bytes
         self.counts.drop(reason, len(first.segment.locations))
+        self._pieces.stay(first.segment)
         _log.warning("kvstore.upload.dropped", segment=first.segment.path.name, reason=reason)
 
     def _remove(self, done: _Waiting) -> None:
@@ -220,6 +256,11 @@ class Uploads:
         if self._queue and self._queue[0] is done:
             self._queue.popleft()
             self.queued_bytes -= done.segment.num_bytes
+
+
+def _name(segment: SealedSegment, last_created: float, suffix: str = "") -> ManifestName:
+    words = f"{segment.number:012d}-{segment.epoch:016x}{suffix}"
+    return ManifestName(segment.retention, int(last_created // HOUR_SECONDS), words)
 
 
 def _read(descriptor: int, location: BlockLocation) -> bytes | None:

@@ -4,9 +4,10 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from services.chassis.errors import InvalidRequest
 from services.kvstore.catalog import Catalog
 from services.kvstore.directory import SegmentFile, lock, segment_files
 from services.kvstore.disk import Disk
@@ -25,7 +26,7 @@ class Bad:
     """File name."""
     offset_bytes: int
     fault: str
-    """ "header", "payload" or "missing"."""
+    """ "header", "payload" or "missing"; "remote" for a block of the object store, whose path `segment` is then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +57,30 @@ class Throttle:
 
 
 class StoreVerification:
-    """Reads every block of a running store once, beside its work."""
+    """Reads every block of a running store once, beside its work, and some of the object store behind it."""
 
-    def __init__(self, catalog: Catalog, reader: BlockReader, *, max_bytes_per_second: int) -> None:
+    def __init__(
+        self, catalog: Catalog, reader: BlockReader, *, max_bytes_per_second: int, remote_bytes: int = 0
+    ) -> None:
+        """remote_bytes: most that is read from the object store; 0 leaves it out. Raises InvalidRequest without one."""
+        if remote_bytes and reader.remote is None:
+            raise InvalidRequest("this store has no object store behind it", field="remote_bytes")
         self._catalog = catalog
         self._reader = reader
         self._throttle = Throttle(max_bytes_per_second)
+        self._remote_bytes = remote_bytes
 
     async def __aiter__(self) -> AsyncIterator[Report]:
+        done = num_remote = 0
+        async for report in self._local():
+            done = report.num_blocks
+            yield report
+        async for report in self._remote():
+            num_remote = report.num_blocks
+            yield replace(report, num_blocks=done + num_remote, total_blocks=done + report.total_blocks)
+        yield Report(done + num_remote, done + num_remote, is_last=True)
+
+    async def _local(self) -> AsyncIterator[Report]:
         total, done = len(self._catalog.index), 0
         for number in list(self._catalog.segments):
             segment = self._catalog.segments.get(number)
@@ -75,7 +92,15 @@ class StoreVerification:
                 done += len(run)
                 yield Report(min(done, total), total, bad)
                 await asyncio.sleep(self._throttle.pause_seconds(_length(run)))
-        yield Report(done, total, is_last=True)
+
+    async def _remote(self) -> AsyncIterator[Report]:
+        remote = self._reader.remote
+        if remote is None or not self._remote_bytes:
+            return
+        async for one in remote.verify(max_bytes=self._remote_bytes):
+            bad = tuple(Bad(bad.key, bad.path, bad.offset_bytes, bad.fault) for bad in one.bad)
+            yield Report(one.num_blocks, one.total_blocks, bad)
+            await asyncio.sleep(self._throttle.pause_seconds(one.num_bytes))
 
 
 def verify_folder(folder: Path, *, max_bytes_per_second: int = 0) -> Iterator[Report]:

@@ -1,7 +1,8 @@
 """How do blocks get to disk and become findable, one batch after the other, and what makes room for them?
 
-One task owns the order of everything that changes files: batches of new blocks, copies, deletions. A block enters the
-index only after its bytes are synced: that insertion is the atomic publish.
+One task owns the order of everything that changes files: batches of new blocks, copies, deletions. A batch is written
+while those before it are synced; whatever is no batch waits until all are settled. A block enters the index only after
+its bytes are synced: that insertion is the atomic publish.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ from services.kvstore.directory import SegmentFile
 from services.kvstore.disk import Disk, free_bytes
 from services.kvstore.format import MAX_RECORD_OVERHEAD_BYTES
 from services.kvstore.index import BlockLocation
-from services.kvstore.log import Appended, SegmentLog
+from services.kvstore.log import Appended, SegmentLog, SegmentSize, Unsynced
 from services.kvstore.meters import Meters, StoreCounts
 from services.kvstore.reading import BlockReader
 from services.kvstore.retention import HIGH, capacity, kept_blocks, shares_to_drop, victims
@@ -29,9 +30,11 @@ from services.kvstore.tiers import SegmentListener, Selection
 
 _log = structlog.get_logger()
 
-MAX_BATCH_BYTES = 32 << 20
-"""Most that one fdatasync waits for: half of what may wait, so that the other half is made ready meanwhile. There is no
-least: what arrives while one batch is written is the next."""
+MAX_BATCH_BYTES = 16 << 20
+"""Most that one fdatasync waits for: a quarter of what may wait, some of that is being received, some written, some
+synced. There is no least: what arrives while one batch is written is the next."""
+MAX_UNSETTLED = 2
+"""Batches handed to the disk and not yet published, when the next is handed to it."""
 _RESERVE_BYTES = 1 << 30
 _RESERVE_SHARE = 50  # a fiftieth of a small file system
 _FORWARD_BYTES = 32 << 20
@@ -78,6 +81,8 @@ class WriteLine:
         self._counts = counts
         self._meters = meters
         self._queue: deque[Waiting] = deque()
+        self._settling: deque[asyncio.Task[None]] = deque()
+        self._unsettled_bytes = 0
         self._jobs: deque[tuple[Callable[[], Awaitable[Any]], asyncio.Future[Any]]] = deque()
         self._arrived = asyncio.Event()
         self._is_closing = False
@@ -172,7 +177,8 @@ class WriteLine:
     async def make_room(self, needed_bytes: int) -> bool:
         """Evict until so much more fits; False when it cannot. Only from within run()'s job, or the loop itself."""
         await self.unlink_doomed()
-        needed_bytes += self._log.ahead_bytes
+        wanted_bytes = needed_bytes
+        needed_bytes += self._log.ahead_bytes + self._unsettled_bytes
         free, total = free_bytes(self._disk.folder)
         physical = self._catalog.physical_bytes
         cap = capacity(
@@ -183,6 +189,9 @@ class WriteLine:
         )
         if physical + needed_bytes <= cap * HIGH:
             return True
+        if self._settling:  # a segment must not go while blocks are about to be published in it
+            await self._settled()
+            return await self.make_room(wanted_bytes)
         uses = self._catalog.uses()
         doomed_bytes = sum(one.physical_bytes for one in self._catalog.doomed.values())
         chosen = victims(uses, max_bytes=cap - doomed_bytes, needed_bytes=needed_bytes)
@@ -201,24 +210,15 @@ class WriteLine:
         while True:
             await self._arrived.wait()
             if self._jobs:
-                await self._do(*self._jobs.popleft())
+                await self._settled()
+                await _do(*self._jobs.popleft())
             elif self._queue:
                 await self._write(self._next_batch())
             elif self._is_closing:
+                await self._settled()
                 return
             else:
                 self._arrived.clear()
-
-    @staticmethod
-    async def _do(job: Callable[[], Awaitable[Any]], done: asyncio.Future[Any]) -> None:
-        try:
-            outcome = await job()
-        except Exception as exc:  # noqa: BLE001 - whoever asked for it gets it
-            if not done.done():
-                done.set_exception(exc)
-            return
-        if not done.done():
-            done.set_result(outcome)
 
     def _next_batch(self) -> list[Waiting]:
         batch = [self._queue.popleft()]
@@ -230,20 +230,56 @@ class WriteLine:
 
     async def _write(self, batch: Sequence[Waiting]) -> None:
         try:
-            fitting = self._within_quotas(batch)
+            fitting = await self._within_quotas(batch)
             if fitting and not await self.make_room(sum(one.cost_bytes for one in fitting)):
                 self._refuse(fitting, "room")
             elif fitting:
                 await self._append(fitting)
         except Exception as exc:  # noqa: BLE001 - handed to every writer of the batch, which reports it
-            for waiting in batch:
-                if not waiting.done.done():
-                    waiting.done.set_exception(exc)
+            _fail(batch, exc)
 
     async def _append(self, batch: Sequence[Waiting]) -> None:
+        """Hand a batch to the disk; it settles by itself, after those before it."""
+        await self._settled(but=MAX_UNSETTLED)
         now = time.time()
         blocks = [one.block for one in batch]
         appended: Appended = await self.in_thread(lambda: self._log.append(blocks, now=now))
+        before = self._settling[-1] if self._settling else None
+        self._unsettled_bytes += sum(one.cost_bytes for one in batch)
+        settling = asyncio.create_task(self._settle(batch, appended, before), name="kvstore-settle")
+        self._settling.append(settling)
+        settling.add_done_callback(self._settling.remove)
+
+    async def _settled(self, *, but: int = 0) -> None:
+        """Wait until all batches that were handed to the disk are settled, but for so many of the last."""
+        while len(self._settling) > but:
+            await asyncio.wait([self._settling[0]])
+
+    async def _settle(self, batch: Sequence[Waiting], appended: Appended, before: asyncio.Task[None] | None) -> None:
+        try:
+            for part in appended.unsynced:
+                await self._wait_for(part, appended)
+            if before is not None:
+                await asyncio.wait([before])
+            self._publish(batch, appended)
+        except Exception as exc:  # noqa: BLE001 - as above
+            _fail(batch, exc)
+        finally:
+            self._unsettled_bytes -= sum(one.cost_bytes for one in batch)
+
+    async def _wait_for(self, part: Unsynced, appended: Appended) -> None:
+        """Wait until blocks are durable; take back what was said of them when they never will be."""
+        file = part.writer.file
+        try:
+            physical = await asyncio.wrap_future(part.durable)
+        except OSError as exc:
+            for place in part.places:
+                appended.locations[place] = None
+            appended.segments |= (await self.in_thread(self._log.give_up, part, exc)).segments
+        else:
+            appended.segments[file.number] = SegmentSize(file, part.num_bytes, physical, is_active=True)
+
+    def _publish(self, batch: Sequence[Waiting], appended: Appended) -> None:
         self._catalog.note_sizes(appended.segments.values())
         ended = time.monotonic()
         for waiting, location in zip(batch, appended.locations, strict=True):
@@ -264,7 +300,7 @@ class WriteLine:
             if not waiting.done.done():
                 waiting.done.set_result(reason)
 
-    def _within_quotas(self, batch: Sequence[Waiting]) -> list[Waiting]:
+    async def _within_quotas(self, batch: Sequence[Waiting]) -> list[Waiting]:
         """Let each tenant over its quota give up its own coldest blocks; return what may be written."""
         fitting = list(batch)
         for tenant in dict.fromkeys(one.block.tenant for one in batch if one.replaced is None):
@@ -273,20 +309,24 @@ class WriteLine:
                 continue
             mine = [one for one in batch if one.block.tenant == tenant and one.replaced is None]
             new_bytes = sum(one.block.block_bytes for one in mine)
+            if self._held_bytes(tenant) + self._unsettled_bytes + new_bytes > quota:
+                await self._settled()  # then it is known what the tenant holds
             self._drop_shares(tenant, quota, new_bytes)
-            use = self._catalog.index.tenants.get(tenant)
-            if (use.num_bytes if use is not None else 0) + new_bytes > quota:
+            if self._held_bytes(tenant) + new_bytes > quota:
                 self._refuse(mine, "quota")
                 fitting = [one for one in fitting if one not in mine]
         return fitting
 
+    def _held_bytes(self, tenant: str) -> int:
+        use = self._catalog.index.tenants.get(tenant)
+        return use.num_bytes if use is not None else 0
+
     def _drop_shares(self, tenant: str, quota: int, new_bytes: int) -> None:
         index, pins = self._catalog.index, self._catalog.pins
-        use = index.tenants.get(tenant)
         chosen = shares_to_drop(
             self._catalog.tenant_uses(tenant),
             quota_bytes=quota,
-            held_bytes=use.num_bytes if use is not None else 0,
+            held_bytes=self._held_bytes(tenant),
             new_bytes=new_bytes,
         )
         for number in chosen:
@@ -312,9 +352,36 @@ class WriteLine:
                 batch.append(Waiting(again(location, stored, location.retention), self._loop.create_future(), location))
         if batch:
             await self._append(batch)
+            await self._settled()
             self._counts.refreshed_blocks += len(batch)
+
+
+async def _do(job: Callable[[], Awaitable[Any]], done: asyncio.Future[Any]) -> None:
+    try:
+        outcome = await job()
+    except Exception as exc:  # noqa: BLE001 - whoever asked for it gets it
+        if not done.done():
+            done.set_exception(exc)
+        return
+    if not done.done():
+        done.set_result(outcome)
+
+
+def _fail(batch: Sequence[Waiting], exc: Exception) -> None:
+    for waiting in batch:
+        if not waiting.done.done():
+            waiting.done.set_exception(exc)
 
 
 def again(location: BlockLocation, stored: memoryview, retention: int) -> Block:
     """Return a stored block to write once more; sealed bytes stay sealed."""
-    return Block(location.key, location.fingerprint, stored, location.crc32, retention, location.tenant, location.flags)
+    return Block(
+        location.key,
+        location.fingerprint,
+        stored,
+        location.crc32,
+        retention,
+        location.tenant,
+        location.flags,
+        location.first_created_seconds,
+    )

@@ -2,10 +2,11 @@
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar, cast
 
 import typer
 from rich.console import Console
@@ -17,18 +18,20 @@ from proto.kvstore_pb2 import (
     EvictRequest,
     GetStatsRequest,
     KvstoreStats,
-    PinRequest,
-    ReleaseRequest,
     VerifyRequest,
 )
 from proto.kvstore_pb2_grpc import KvstoreStub
+from services.chassis import kvstore_pins
 from services.chassis.channel import open_channel
 from services.chassis.errors import FathomError
+from services.chassis.kvstore_shards import parse_replicas
 from services.kvstore.directory import CLASSES, StoreLockedError
 from services.local import state
 from services.local.home import Home
 
 if TYPE_CHECKING:
+    import grpc.aio
+
     from proto.kvstore_pb2_grpc import KvstoreAsyncStub
 
 EXIT_DAMAGED = 3
@@ -42,7 +45,8 @@ BREAKER_WORDS = {"closed": "in use", "open": "away"}
 app = typer.Typer(help="Look into the KV store, check it, clear it (docs/kvstore_operations.md).", no_args_is_help=True)
 
 Addresses = Annotated[
-    list[str] | None, typer.Option("--address", help="host:port of a store; those of this directory when left out.")
+    list[str] | None,
+    typer.Option("--address", help="[name=]host:port of a store; without any, those of this directory."),
 ]
 Tenant = Annotated[str, typer.Option(help="Whose blocks; empty is for requests without keys.")]
 Fingerprint = Annotated[str, typer.Option(help="Model fingerprint, 64 hex digits.")]
@@ -71,12 +75,17 @@ def verify(
         list[Path] | None, typer.Option(help="Folder of a stopped store; this directory's when nothing runs here.")
     ] = None,
     mebibytes_per_second: Annotated[int, typer.Option(min=0, help="Most that is read; 0 is without bound.")] = 0,
+    remote: Annotated[
+        int, typer.Option(min=0, help="MiB of the object store to read back as well; each call begins elsewhere.")
+    ] = 0,
 ) -> None:
     """Read back every block; name the bad ones and exit with status 3 if there are any."""
     rate = mebibytes_per_second * MIB
     addresses = {} if path else _running(address, may_be_none=True)
     if addresses:
-        num_bad = sum(_with_each(addresses, partial(_verify_running, rate=rate)))
+        num_bad = sum(_with_each(addresses, partial(_verify_running, rate=rate, remote_bytes=remote * MIB)))
+    elif remote:
+        _fail("only a running store can read its object store back")
     else:
         num_bad = sum(_verify_stopped(folder, rate) for folder in path or _folders())
     raise typer.Exit(EXIT_DAMAGED if num_bad else 0)
@@ -123,20 +132,12 @@ def pin(
     seconds: Annotated[float, typer.Option(min=0, help="How long; 0 is the store's default.")] = 0,
     address: Addresses = None,
 ) -> None:
-    """Keep the leading stored blocks from eviction, for a session."""
-    request = PinRequest(
-        session_id=session,
-        tenant=tenant,
-        block_keys=[_hex(key) for key in keys],
-        fingerprint=_hex(fingerprint),
-        hold_seconds=seconds,
-    )
-
-    async def ask(name: str, stub: "KvstoreAsyncStub") -> None:
-        reply = await stub.Pin(request, timeout=SECONDS)
-        print(f"{name}: {reply.num_pinned} of {_counted(len(keys), 'block')} pinned")
-
-    _with_each(_running(address), ask)
+    """Keep all these blocks from eviction for a session, each on the store that it belongs to, or none of them."""
+    wanted = kvstore_pins.Session(session, tenant, _hex(fingerprint), [_hex(key) for key in keys], seconds)
+    pinned = _with_all(_running(address), lambda channels: kvstore_pins.pin(channels, wanted, seconds=SECONDS))
+    if pinned.first_missing is not None:
+        _fail(f"nothing is pinned: its store does not have, or may not keep, {keys[pinned.first_missing]}")
+    print(f"{_counted(pinned.num_pinned, 'block')} pinned")
 
 
 @app.command()
@@ -147,18 +148,18 @@ def release(
     address: Addresses = None,
 ) -> None:
     """Take a session's pins back."""
-    request = ReleaseRequest(session_id=session, tenant=tenant, block_keys=[_hex(key) for key in keys or ()])
+    named = [_hex(key) for key in keys or ()]
+    num_released = _with_all(
+        _running(address),
+        lambda channels: kvstore_pins.release(channels, session, tenant, named, seconds=SECONDS),
+    )
+    print(f"released {_counted(num_released, 'block')}")
 
-    async def ask(name: str, stub: "KvstoreAsyncStub") -> None:
-        reply = await stub.Release(request, timeout=SECONDS)
-        print(f"{name}: released {_counted(reply.num_released, 'block')}")
 
-    _with_each(_running(address), ask)
-
-
-async def _verify_running(name: str, stub: "KvstoreAsyncStub", rate: int) -> int:
+async def _verify_running(name: str, stub: "KvstoreAsyncStub", rate: int, remote_bytes: int) -> int:
     num_bad = num_blocks = 0
-    async for report in stub.Verify(VerifyRequest(max_bytes_per_second=rate), timeout=LONG_SECONDS):
+    request = VerifyRequest(max_bytes_per_second=rate, remote_bytes=remote_bytes)
+    async for report in stub.Verify(request, timeout=LONG_SECONDS):
         for block in report.bad:
             _print_bad(name, block)
         num_bad += len(report.bad)
@@ -236,10 +237,28 @@ def _with_each(addresses: dict[str, str], ask: Callable[[str, "KvstoreAsyncStub"
         _fail(str(reason))
 
 
+def _with_all(addresses: dict[str, str], ask: Callable[[dict[str, "grpc.aio.Channel"]], Coroutine[Any, Any, T]]) -> T:
+    async def all_at_once() -> T:
+        async with AsyncExitStack() as stack:
+            channels = {
+                name: await stack.enter_async_context(open_channel(address, peer=name))
+                for name, address in addresses.items()
+            }
+            return await ask(channels)
+
+    try:
+        return asyncio.run(all_at_once())
+    except FathomError as reason:
+        _fail(str(reason))
+
+
 def _running(given: list[str] | None, *, may_be_none: bool = False) -> dict[str, str]:
     """Return the stores to ask, by name."""
     if given:
-        return {address: address for address in given}
+        try:
+            return {one.name: one.address for text in given for one in parse_replicas(text)}
+        except ValueError as reason:
+            _fail(str(reason))
     suite = state.read(Home.of(Path.cwd()).state)
     if suite is not None and suite.is_running:
         return {one.name: one.address for one in suite.processes if one.service == "kvstore"}

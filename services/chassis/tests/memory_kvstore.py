@@ -41,6 +41,8 @@ class MemoryKvstore(KvstoreServicer):
         self.channel: aio.Channel
         self.stores: Stores
         """This one alone, as engines are given it."""
+        self.num_write_calls = 0
+        """Begun, also those that the gate holds up."""
         self.num_written = 0
         """Blocks received, duplicates included."""
         self.order: list[bytes] = []
@@ -95,6 +97,7 @@ class MemoryKvstore(KvstoreServicer):
                 )
 
     async def Write(self, request_iterator: Any, context: Any) -> WriteReply:
+        self.num_write_calls += 1
         await self.gate.wait()
         if self.fails:
             raise InternalError("disk")

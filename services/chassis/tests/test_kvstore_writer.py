@@ -58,7 +58,7 @@ async def put(writer, *blocks):
 
 
 async def flushed(writer):
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(15):
         await writer.flush()
 
 
@@ -80,7 +80,7 @@ async def test_too_many_bytes_drop_the_oldest(store):
     async with writing(store.stores, max_bytes=3 * SIZE) as (writer, drops):
         chains = [[bytes([chain, n]) * 16 for n in range(2)] for chain in range(5)]
         await put(writer, block(0, chains[0]))
-        await asyncio.sleep(0.02)  # this one is on its way
+        await until(lambda: store.num_write_calls == 1)  # this one is on its way
         await put(writer, *(block(0, keys) for keys in chains[1:]))
         store.gate.set()
         await flushed(writer)
@@ -103,9 +103,9 @@ async def test_a_chain_that_does_not_fit_loses_its_end(store):
 async def test_a_block_that_waits_too_long_is_dropped(store):
     """Its turn's successor has come and gone; also while the call before it hangs."""
     store.gate.clear()
-    async with writing(store.stores, max_age_seconds=0.1) as (writer, drops):
+    async with writing(store.stores, max_age_seconds=0.5) as (writer, drops):
         await put(writer, block(0))
-        await asyncio.sleep(0.02)  # this one is on its way
+        await until(lambda: store.num_write_calls == 1)  # this one is on its way
         await put(writer, block(1))
         await until(lambda: drops)
         store.gate.set()

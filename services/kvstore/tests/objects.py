@@ -11,6 +11,7 @@ from obstore.store import MemoryStore
 
 from services.chassis.testing import free_port
 from services.kvstore.blobs import BlobBackend, BlobOptions
+from services.kvstore.encryption import Keyring
 from services.kvstore.format import HEADER_BYTES, record_bytes
 from services.kvstore.index import BlockLocation
 from services.kvstore.remote import RemoteTier
@@ -94,9 +95,9 @@ class Bucket:
         self.clock = Clock()
         self.options = options
 
-    def replica(self) -> RemoteTier:
+    def replica(self, keyring: Keyring | None = None) -> RemoteTier:
         """One that knows nothing yet."""
-        return RemoteTier(BlobBackend(self.store, self.options), now=self.clock)
+        return RemoteTier(BlobBackend(self.store, self.options), keyring=keyring, now=self.clock)
 
     async def fresh(self) -> RemoteTier:
         """One that has listed what there is."""
@@ -212,7 +213,7 @@ async def gate(target_port: int) -> AsyncIterator[Gate]:
         server.close()
 
 
-async def eventually(promise, seconds: float = 5.0) -> None:
+async def eventually(promise, seconds: float = 20.0) -> None:
     """Poll until it holds."""
     give_up = time.monotonic() + seconds
     while not promise():

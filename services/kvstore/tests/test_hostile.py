@@ -15,8 +15,8 @@ from services.kvstore.directory import new_segment_file
 from services.kvstore.encryption import Keyring, MasterKeyError
 from services.kvstore.index import BlockIndex, BlockLocation
 from services.kvstore.log import SegmentSize
+from services.kvstore.manifests import DELETION_SECONDS
 from services.kvstore.object_store import AdmittingTier
-from services.kvstore.remote import DELETION_SECONDS
 from services.kvstore.retention import CHAT, RetentionPolicy
 from services.kvstore.server import MAX_PENDING_SECONDS, bounded_wait
 from services.kvstore.store import MAX_WAITING_BYTES
@@ -77,7 +77,7 @@ async def test_nobody_waits_for_a_store_that_has_stopped(tmp_path: Path) -> None
     """What comes after the last batch is refused; it would never be answered."""
     store = await open_store(tmp_path)
     await store.close()
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(20):
         with pytest.raises(Overloaded):
             await store.evict_local(Selection(), math.inf)
         assert "stopping" == await store._line.put(block(1))

@@ -64,7 +64,7 @@ async def survive(folder: Path, num_kills: int, seed: int) -> None:
 
         started = time.monotonic()
         store = await Store.open(folder, max_bytes=1 << 30, segment_bytes=400_000)
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 30
         mine = [number for number in acknowledged if number >= first]
         # Earlier lives' blocks were all read once; a sample shows that they stay.
         others = rng.sample(acknowledged, min(20, len(acknowledged)))

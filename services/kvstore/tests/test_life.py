@@ -29,7 +29,24 @@ pytestmark = pytest.mark.slow  # lives of tenths of a second, and evictions that
 SHORT = RetentionPolicy(agent_seconds=0.8, chat_seconds=2.4)
 
 
-async def until(condition, seconds: float = 5.0) -> None:
+class Clock:
+    """The wall clock of a test: it stands until it is moved, so no life ends because the machine is busy."""
+
+    def __init__(self) -> None:
+        self.now = time.time()
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    stands = Clock()
+    monkeypatch.setattr(time, "time", stands)
+    return stands
+
+
+async def until(condition, seconds: float = 20.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110 - as an operator would see it
             await asyncio.sleep(0.01)
@@ -45,14 +62,14 @@ def found(store: Store, number: int, retention: int = UNSPECIFIED) -> int:
     return store.lookup(FINGERPRINT, [key(number)], retention=retention)
 
 
-async def test_expired_blocks_are_never_served_even_while_on_disk(tmp_path: Path) -> None:
+async def test_expired_blocks_are_never_served_even_while_on_disk(tmp_path: Path, clock: Clock) -> None:
     """From the end of its class's time a block is a miss, for lookups and reads, before and after a restart."""
     store = await open_store(tmp_path, policy=RetentionPolicy(agent_seconds=0.3, chat_seconds=60))
     await store._upkeep.close()  # nothing tidies up: the files stay
     for number, retention in ((1, AGENT), (2, CHAT), (3, UNSPECIFIED)):
         await store.write(block(number, retention=retention))
     assert [1, 1, 1] == [found(store, number) for number in (1, 2, 3)]
-    await asyncio.sleep(0.31)
+    clock.now += 0.31
 
     assert 3 == len(segments(tmp_path))
     assert [0, 1, 1] == [found(store, number) for number in (1, 2, 3)]
@@ -64,13 +81,13 @@ async def test_expired_blocks_are_never_served_even_while_on_disk(tmp_path: Path
     await store.close()
 
 
-async def test_a_chain_ends_at_its_first_expired_block(tmp_path: Path) -> None:
+async def test_a_chain_ends_at_its_first_expired_block(tmp_path: Path, clock: Clock) -> None:
     """Live blocks behind an expired one are of no use and are not counted."""
     store = await open_store(tmp_path, policy=RetentionPolicy(agent_seconds=0.3, chat_seconds=60))
     for number, retention in ((0, CHAT), (1, AGENT), (2, CHAT)):
         await store.write(block(number, retention=retention))
     assert 3 == store.lookup(FINGERPRINT, [key(n) for n in range(3)])
-    await asyncio.sleep(0.31)
+    clock.now += 0.31
     assert 1 == store.lookup(FINGERPRINT, [key(n) for n in range(3)])
     await store.close()
 
@@ -87,15 +104,16 @@ async def test_expiry_unlinks_whole_segments(tmp_path: Path) -> None:
     await store.close()
 
 
-async def test_a_hit_late_in_life_gives_a_new_life(tmp_path: Path) -> None:
+async def test_a_hit_late_in_life_gives_a_new_life(tmp_path: Path, clock: Clock) -> None:
     """Blocks in use live on by being copied forward; those that nobody asks for end."""
     store = await open_store(tmp_path, policy=SHORT)
+    await store._upkeep.close()  # by hand instead, and on time
     for number in (1, 2):
         await store.write(block(number, retention=AGENT))
-    started = time.monotonic()
-    while time.monotonic() - started < 2.0:
+    for _ in range(100):
+        clock.now += 0.02
         found(store, 1, AGENT)
-        await asyncio.sleep(0.02)
+        await store._upkeep._tick(clock.now)
 
     assert {1: payload(1)} == await served(store, [1, 2])
     assert store.counts.refreshed_blocks >= 2
@@ -103,14 +121,16 @@ async def test_a_hit_late_in_life_gives_a_new_life(tmp_path: Path) -> None:
     await store.close()
 
 
-async def test_a_hit_by_a_longer_class_moves_the_block_to_it(tmp_path: Path) -> None:
+async def test_a_hit_by_a_longer_class_moves_the_block_to_it(tmp_path: Path, clock: Clock) -> None:
     """An agent's block that a chat goes on from lives as long as chats do."""
     store = await open_store(tmp_path, policy=SHORT)
     await store.write(block(1, retention=AGENT))
     assert 1 == found(store, 1, CHAT)
-    await asyncio.sleep(1.0)
+    await until(lambda: store.counts.refreshed_blocks)
+    clock.now += 1.0
     assert {1: payload(1)} == await served(store, [1])
-    await until(lambda: not store.has(FINGERPRINT, key(1)))
+    clock.now += 1.5
+    assert not store.has(FINGERPRINT, key(1))
     await store.close()
 
 
@@ -161,15 +181,18 @@ async def test_pinned_blocks_stay_whatever_is_written(tmp_path: Path) -> None:
     await store.close()
 
 
-async def test_a_pin_outlives_the_class(tmp_path: Path) -> None:
+async def test_a_pin_outlives_the_class(tmp_path: Path, clock: Clock) -> None:
     """A block that is pinned for longer than its class lives is written again before it ends."""
     store = await open_store(tmp_path, policy=SHORT)
     await store.write(block(1, retention=AGENT))
     await store.write(block(2, retention=AGENT))
     store.pin("t", "s", FINGERPRINT, [key(1)], hold_seconds=1.5)
-    await asyncio.sleep(1.0)
+    clock.now += 0.7
+    await until(lambda: store.counts.refreshed_blocks)
+    clock.now += 0.3
     assert {1: payload(1)} == await served(store, [1, 2])
-    await until(lambda: not store.has(FINGERPRINT, key(1)))
+    clock.now += 2.0
+    assert not store.has(FINGERPRINT, key(1))
     await store.close()
 
 
@@ -264,14 +287,16 @@ def num_descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-async def test_reading_a_refreshed_block_from_its_old_place_is_no_mix(tmp_path: Path) -> None:
+async def test_reading_a_refreshed_block_from_its_old_place_is_no_mix(tmp_path: Path, clock: Clock) -> None:
     """Readers before, during and after a copy forward see the same bytes."""
     store = await open_store(tmp_path, policy=SHORT)
+    await store._upkeep.close()  # by hand instead, beside the reading
     for number in range(5):
         await store.write(block(number, 40_000, retention=AGENT))
-    ended = time.monotonic() + 1.5
-    while time.monotonic() < ended:
+    for _ in range(100):
+        clock.now += 0.015
         store.lookup(FINGERPRINT, [key(n) for n in range(5)], retention=AGENT)
-        assert [payload(n, 40_000) for n in range(5)] == await read_all(store, list(range(5)))
-        await asyncio.sleep(0.01)
+        got, _ = await asyncio.gather(read_all(store, list(range(5))), store._upkeep._tick(clock.now))
+        assert [payload(n, 40_000) for n in range(5)] == got
+    assert store.counts.refreshed_blocks >= 5
     await store.close()

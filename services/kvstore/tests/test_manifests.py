@@ -52,6 +52,7 @@ ENTRIES = st.builds(
     stored_bytes=st.integers(0, 5000),
     crc32=st.integers(0, 2**32 - 1),
     flags=st.integers(0, 2**16 - 1),
+    age_minutes=st.integers(0, 2**16 - 1),
 )
 
 

@@ -6,7 +6,7 @@ import json
 import shutil
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow
 
 QUICK = {"refresh_seconds": 0.1, "seal_seconds": 0.1, "open_seconds": 0.2}
-RIGHT_AWAY = 10.0
+RIGHT_AWAY = 30.0
 
 
 @dataclass
@@ -35,6 +35,8 @@ class Cluster:
     """A folder that all replicas see, and each replica's own disk."""
 
     root: Path
+    options: dict[str, float] = field(default_factory=lambda: dict(QUICK))
+    key_file: str = ""
 
     @property
     def url(self) -> str:
@@ -43,7 +45,7 @@ class Cluster:
     @contextlib.asynccontextmanager
     async def replica(self, name: str) -> AsyncIterator["KvstoreAsyncStub"]:
         options = self.root / "options.json"
-        options.write_text(json.dumps(QUICK))
+        options.write_text(json.dumps(self.options))
         settings = KvstoreSettings(
             path=self.root / name,
             max_bytes=64 << 20,
@@ -51,6 +53,7 @@ class Cluster:
             drain_seconds=1,
             object_store_url=self.url,
             object_store_options_file=str(options),
+            encryption_key_file=self.key_file,
         )
         async with (
             running(settings, build) as service,
@@ -97,6 +100,45 @@ async def test_blocks_outlive_the_replica_that_wrote_them(tmp_path):
     async with cluster.replica("three") as three:
         await until_found(three, range(8), 6)
         assert expected_bytes(range(6)) == await bytes_of(three, range(8))
+
+
+async def test_blocks_of_others_are_found_within_five_seconds(tmp_path):
+    """With the settings as they come: their segment is still open, and no full listing was due."""
+    cluster = Cluster(tmp_path, options={})
+    async with cluster.replica("one") as one, cluster.replica("two") as two:
+        await asyncio.sleep(0.5)  # both have had their first look
+        began = time.monotonic()
+        await write(one, *(chunks(number) for number in range(6)))
+        await until_found(two, range(6), 6)
+        assert time.monotonic() - began < 5
+        assert expected_bytes(range(6)) == await bytes_of(two, range(6))
+
+
+async def test_encrypted_blocks_are_shared_until_their_tenant_is_deleted(tmp_path):
+    """One seals, is lost with its disk, another opens; deletion at a third leaves nothing, and no key anywhere."""
+    key_file = tmp_path / "master.key"
+    key_file.write_text("5a" * 32)
+    cluster = Cluster(tmp_path, key_file=str(key_file))
+    async with cluster.replica("one") as one:
+        await write(one, *(chunks(number, tenant="acme") for number in range(3)))
+    cluster.lose("one")
+    async with cluster.replica("two") as two, cluster.replica("three") as three:
+        for other in (two, three):
+            await until_found(other, range(3), 3)
+        assert expected_bytes(range(3)) == await bytes_of(two, range(3))
+        for _ in range(2):  # from the object store, then from its own disk
+            assert expected_bytes(range(3)) == await bytes_of(three, range(3))
+            await asyncio.sleep(0.3)
+        everything = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+        assert not any(payload(number)[1000:1032] in everything for number in range(3))
+        assert 3 == len([path for path in tmp_path.rglob("*") if path.match("key*/*-*") and path.is_file()])
+
+        await three.Evict(EvictRequest(tenant="acme", is_tenant_set=True), timeout=20)
+        await until_found(two, range(3), 0)
+        give_up = time.monotonic() + RIGHT_AWAY
+        while [path for path in tmp_path.rglob("*") if path.match("key*/*-*") and path.is_file()]:
+            assert time.monotonic() < give_up
+            await asyncio.sleep(0.05)
 
 
 async def test_a_replica_that_stops_leaves_its_blocks(tmp_path):

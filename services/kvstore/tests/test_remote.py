@@ -8,7 +8,8 @@ import pytest
 from services.chassis.errors import NoReplica
 from services.kvstore import remote_catalog
 from services.kvstore.blobs import BlobError, BlobMissingError, open_blobs
-from services.kvstore.remote import DELETION_SECONDS, RemoteTier
+from services.kvstore.manifests import DELETION_SECONDS
+from services.kvstore.remote import RemoteTier
 from services.kvstore.tests.blocks import FINGERPRINT, OTHER_FINGERPRINT, key, payload
 from services.kvstore.tests.objects import (
     AGENT,

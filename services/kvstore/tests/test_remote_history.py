@@ -9,7 +9,8 @@ import pytest
 from services.chassis.errors import NoReplica
 from services.kvstore import uploads
 from services.kvstore.blobs import BlobBackend, BlobError
-from services.kvstore.remote import DELETION_SECONDS, RemoteTier
+from services.kvstore.manifests import DELETION_SECONDS
+from services.kvstore.remote import RemoteTier
 from services.kvstore.tests.blocks import FINGERPRINT, key, payload
 from services.kvstore.tests.objects import AGENT, CHAT, LIFE_SECONDS, Bucket, sealed_segment, upload
 from services.kvstore.tiers import Selection

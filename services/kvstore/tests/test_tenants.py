@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -66,14 +67,16 @@ async def test_deleting_a_tenant_erases_its_bytes_and_no_one_elses(tmp_path: Pat
 
 
 @pytest.mark.slow
-async def test_former_copies_are_erased_too(tmp_path: Path) -> None:
+async def test_former_copies_are_erased_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block that was moved, or found damaged, leaves bytes behind that nothing finds: deletion does."""
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now)  # a new hour would begin a new segment
     store = await open_store(tmp_path)
     await store.write(block(0, tenant="a", retention=AGENT))
     await store.write(block(1, tenant="b", retention=AGENT))
     await store.write(block(2, tenant="a", retention=AGENT))
     store.lookup(FINGERPRINT, [key(0)], retention=CHAT)  # moves it to the longer class
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while not store.counts.refreshed_blocks:  # noqa: ASYNC110 - as an operator would see it
             await asyncio.sleep(0.02)
     flip(segments(tmp_path)[0], 2 * 3 * 4096 + 4096)

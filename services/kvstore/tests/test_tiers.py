@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from services.kvstore.directory import segment_files
@@ -10,7 +10,7 @@ from services.kvstore.disk import Disk
 from services.kvstore.retention import AGENT, CHAT, RetentionPolicy
 from services.kvstore.segments import DamagedBlockError, read_run
 from services.kvstore.tests.blocks import FINGERPRINT, block, key, open_store, payload, read_all
-from services.kvstore.tiers import RemoteLocation, Removed, SealedSegment, Selection
+from services.kvstore.tiers import RemoteChecked, RemoteLocation, Removed, SealedSegment, Selection
 
 
 class Listener:
@@ -57,6 +57,9 @@ class OtherStore:
             location, segment = self._blocks[fingerprint, name]
             found.append(RemoteLocation(location, segment.epoch))
         return found
+
+    async def verify(self, *, max_bytes: int) -> AsyncIterator[RemoteChecked]:
+        yield RemoteChecked(self.num_blocks, self.num_blocks, max_bytes)
 
     async def read(self, location: RemoteLocation) -> memoryview:
         file = self._files[location.location.segment]

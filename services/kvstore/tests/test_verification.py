@@ -75,8 +75,8 @@ async def test_the_reading_is_throttled(tmp_path: Path) -> None:
     started = time.monotonic()
     async for report in store.verify(max_bytes_per_second=2_000_000):
         assert () == report.bad
-    assert 0.2 < time.monotonic() - started < 2
+    assert 0.2 < time.monotonic() - started < 10
     await store.close()
     started = time.monotonic()
     list(verify_folder(tmp_path, max_bytes_per_second=2_000_000))
-    assert 0.2 < time.monotonic() - started < 2
+    assert 0.2 < time.monotonic() - started < 10

@@ -75,16 +75,22 @@ def test_a_running_store_is_shown_checked_and_cleared(served: tuple[Path, str]) 
     assert "4 blocks in 1 segment;" in shown
     assert "tenant acme" in shown
     keys = [key(n).hex() for n in range(5)]
-    pin = ("pin", "s", *keys, "--fingerprint", FINGERPRINT.hex(), "--tenant", "acme", *at)
-    for arguments, expected in (
-        (pin, "4 of 5 blocks pinned"),
-        (("release", "s", "--tenant", "acme", "--key", keys[0], *at), "released 1 block"),
-        (("release", "s", "--tenant", "acme", *at), "released 3 blocks"),
-        (("verify", *at), "4 blocks read, 0 bad"),
+    pin = ("--fingerprint", FINGERPRINT.hex(), "--tenant", "acme", *at)
+    for arguments, code, expected in (
+        (
+            ("pin", "s", *keys, *pin),
+            1,
+            f"fathom: nothing is pinned: its store does not have, or may not keep, {keys[4]}",
+        ),
+        (("pin", "s", *keys[:4], *pin), 0, "4 blocks pinned"),
+        (("release", "s", "--tenant", "acme", "--key", keys[0], *at), 0, "released 1 block"),
+        (("release", "s", "--tenant", "acme", *at), 0, "released 3 blocks"),
+        (("verify", *at), 0, f"{address}: 4 blocks read, 0 bad"),
     ):
-        code, shown = fathom(*arguments)
         # The service of this test logs to the same output.
-        assert (0, f"{address}: {expected}") == (code, shown.splitlines()[-1])
+        found, shown = fathom(*arguments)
+        assert (code, expected) == (found, shown.splitlines()[-1])
+    assert 1 == fathom("verify", "--remote", "1", *at)[0]
     assert 1 == fathom("verify", "--path", str(folder))[0]
     flip(segments(folder)[0], 5000)
     assert 3 == fathom("verify", *at)[0]

@@ -1,0 +1,146 @@
+"""How does every replica come by the keys of the tenants' blocks that others sealed, and how do all of them lose them?
+
+A replica that encrypts puts each tenant's wrapped key into the object store before the first block that it seals; the
+others fetch it and seal with it too. Only the operator's master key, which never leaves its file, opens it. A deletion
+of a tenant is a tombstone: whoever reads it destroys the keys that are older, here and there.
+
+    key/<SHA-256 of the tenant>.<milliseconds>-<random>     a wrapped key
+    master.mark                                             opens with the right master key only
+"""
+
+import asyncio
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+import structlog
+
+from services.kvstore.blobs import BlobBackend, BlobMissingError
+from services.kvstore.encryption import WRAPPED_BYTES, KeyName, Keyring, parse_key_name, tenant_hash
+from services.kvstore.index import ENCRYPTED
+from services.kvstore.manifests import Manifest, PackedEntries, Tombstone
+
+MAX_KEYS = 100_000
+_MARK_PATH = "master.mark"
+_PREFIX = "key"
+
+_log = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class KeyCounts:
+    """Counted since boot."""
+
+    published: int = 0
+    fetched: int = 0
+    destroyed: int = 0
+    """Here or in the object store, because their tenants were deleted."""
+
+
+class TenantKeys:
+    """Keeps the keyring of a store and the wrapped keys in the object store the same. Without a keyring: does nothing.
+
+    Methods that call the object store raise BlobError.
+    """
+
+    def __init__(self, blobs: BlobBackend, keyring: Keyring | None) -> None:
+        self.counts = KeyCounts()
+        self.keyring = keyring
+        self.is_refused = False
+        """The keys over there are wrapped by another master key: sealed blocks stay at home, and none are taken."""
+        self._blobs = blobs
+        self._is_agreed = False
+        self._published: set[KeyName] = set()
+
+    def can_open(self, tenant: str) -> bool:
+        """Say whether a sealed block of this tenant can be opened, and may be shared."""
+        return self.keyring is not None and not self.is_refused and self.keyring.has(tenant)
+
+    def lacks_key_for(self, manifest: Manifest) -> bool:
+        """Say whether a manifest holds sealed blocks of a tenant that has no key here yet."""
+        if self.keyring is None or self.is_refused:
+            return False
+        entries = manifest.entries
+        tenants = entries.tenants if isinstance(entries, PackedEntries) else {entry.tenant for entry in entries}
+        strangers = {tenant for tenant in tenants if not self.keyring.has(tenant)}
+        return bool(strangers) and any(one.flags & ENCRYPTED and one.tenant in strangers for one in entries)
+
+    async def refresh(self, tombstones: Sequence[Tombstone]) -> None:
+        """Destroy the keys of deleted tenants, fetch what others published, publish what only this replica has."""
+        keyring = self.keyring
+        if keyring is None or not await self._agree(keyring):
+            return
+        listed = await self._listed()
+        self._published = set(listed)
+        gone = _shredded(listed | keyring.names, tombstones)
+        if gone:
+            await self._destroy(keyring, gone)
+        for name in sorted(listed - keyring.names - gone):
+            await self._fetch(keyring, name)
+        await self._publish(keyring, keyring.names - listed)
+
+    async def publish(self, tenants: Iterable[str]) -> None:
+        """See to it that whoever finds blocks of these tenants can open them: to be called before they are uploaded."""
+        if self.keyring is not None and await self._agree(self.keyring):
+            owners = {tenant_hash(tenant) for tenant in tenants}
+            mine = {name for name in self.keyring.names if name.tenant_hash in owners}
+            await self._publish(self.keyring, mine - self._published)
+
+    async def _agree(self, keyring: Keyring) -> bool:
+        """Find out whether all replicas have the same master key: the first one's mark decides."""
+        if not self._is_agreed:
+            mark = keyring.mark()
+            if not await self._blobs.put_if_absent(_MARK_PATH, mark):
+                mark = await self._blobs.get(_MARK_PATH, max_bytes=4096)
+            self._is_agreed = keyring.has_same_master(mark)
+            self.is_refused = not self._is_agreed
+        if self.is_refused:
+            _log.error(
+                "kvstore.keys.refused",
+                reason="the tenants' keys in the object store are wrapped by another master key: encrypted blocks are "
+                "neither uploaded nor found there. Give every replica the same encryption_key_file, or this one "
+                "another object_store_url",
+            )
+        return self._is_agreed
+
+    async def _listed(self) -> set[KeyName]:
+        blobs = await self._blobs.list(_PREFIX, max_blobs=MAX_KEYS)
+        found = {parse_key_name(blob.path.removeprefix(f"{_PREFIX}/")) for blob in blobs}
+        return {name for name in found if name is not None}
+
+    async def _fetch(self, keyring: Keyring, name: KeyName) -> None:
+        try:
+            wrapped = await self._blobs.get(_path(name), max_bytes=WRAPPED_BYTES)
+        except BlobMissingError:
+            return
+        if len(wrapped) == WRAPPED_BYTES:
+            await asyncio.to_thread(keyring.take, name, wrapped)
+            self.counts.fetched += 1
+
+    async def _publish(self, keyring: Keyring, names: Collection[KeyName]) -> None:
+        for name in sorted(names):
+            wrapped = await asyncio.to_thread(keyring.wrapped, name)
+            if wrapped is not None:
+                self.counts.published += await self._blobs.put_if_absent(_path(name), wrapped)
+                self._published.add(name)
+
+    async def _destroy(self, keyring: Keyring, names: Collection[KeyName]) -> None:
+        # Here first: a key that is gone over there and not here would be published again.
+        await asyncio.to_thread(keyring.destroy, list(names))
+        for name in names:
+            await self._blobs.delete(_path(name))
+            self._published.discard(name)
+        self.counts.destroyed += len(names)
+
+
+def _shredded(names: Iterable[KeyName], tombstones: Sequence[Tombstone]) -> set[KeyName]:
+    tenants = {tenant_hash(one.tenant): one.tenant for one in tombstones if one.tenant is not None}
+    return {
+        name
+        for name in names
+        if (tenant := tenants.get(name.tenant_hash)) is not None
+        and any(one.shreds(tenant, name.created_unix_seconds) for one in tombstones)
+    }
+
+
+def _path(name: KeyName) -> str:
+    return f"{_PREFIX}/{name}"
