@@ -78,3 +78,11 @@ def bf16_prompts(model_dir: Path) -> list[Prompt]:
     """Give the six of them that the bf16 runs use."""
     names = ("short-question", "emoji", "chat-multi-turn", "length-128", "length-257", "length-385")
     return [p for p in prompts(model_dir) if p.name in names]
+
+
+def whole_block_hit(num_tokens: int) -> int:
+    """Give the tokens that a prompt seen before finds cached.
+
+    The last prompt token is always computed: sampling needs its logits.
+    """
+    return (num_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS

@@ -10,28 +10,24 @@ import pytest_asyncio
 import torch
 
 from e2e.client import model_name
-from e2e.suite import Suite
 from kernels.batch import Batch, Row
 from kernels.executor import Executor
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="session")]
 
 SYSTEM, USER = "You answer in one short sentence.", "Which colour has a ripe lemon, and why?"
-TEXT = "The quick brown fox jumps over the lazy dog. Then it sleeps in the sun, and nobody minds. " * 8
-NUM_CHECKED = 45
-"""Tokens that are computed here too, one by one: a little more than the suite's chunk."""
+TEXT = "The quick brown fox jumps over the lazy dog. Then it sleeps in the sun, and nobody minds. " * 30
+NUM_TOKENS = 560  # stored blocks, and more than the suite's chunk
+ONE_BY_ONE = (*range(10), *range(495, 530))
+"""Positions of tokens that are computed here too, in a step of their own: at the start, and around the chunk's end."""
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def suite(model_dir, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("apis")
-    async with Suite.running(
-        folder, model=model_dir, dtype="fp32", env={"FATHOM_PREFILL_CHUNK_TOKENS": "40"}
-    ) as running:
-        yield running
+@pytest.fixture
+def suite(shared_suite):
+    return shared_suite
 
 
-@pytest_asyncio.fixture(loop_scope="module")
+@pytest_asyncio.fixture(loop_scope="session")
 async def client(suite):
     async with httpx.AsyncClient(base_url=suite.base_url, timeout=60) as client:
         yield client
@@ -81,33 +77,38 @@ async def test_three_apis_one_model(suite, client):
 
 
 def plain_logprobs(model_dir, token_ids: list[int]) -> list[float]:
-    """Of every token but the first: one forward a token, in this process."""
-    executor = Executor.load(model_dir, dtype="fp32", threads=1, num_blocks=8)
+    """Of the tokens after those at ONE_BY_ONE: a forward each in this process, and one for what lies between."""
+    executor = Executor.load(model_dir, dtype="bf16", threads=1, num_blocks=8)
     table = range(1, 8)
-    found = []
-    for at, following in enumerate(token_ids[1:]):
+    found, computed = [], 0
+    for at in ONE_BY_ONE:
+        if computed < at:
+            executor.logits(Batch((Row(0, token_ids[computed:at], computed, table),)))
         (logits,) = executor.logits(Batch((Row(0, [token_ids[at]], at, table),)))
-        found.append(float(torch.log_softmax(logits.double(), 0)[following]))
+        found.append(float(torch.log_softmax(logits.double(), 0)[token_ids[at + 1]]))
+        computed = at + 1
     return found
 
 
 async def test_likelihoods_are_the_model_s(client, model_dir):
     """As evaluation harnesses ask: echo and logprobs, no token of answer. Chunks, batch mates and stored prefixes are
-    of no account: twice the same numbers, whose sum is a plain forward's.
+    of no account: twice the same numbers, those of plain forwards and their sum.
     """
     name = await model_name(client)
-    ids = (await client.post("/tokenize", json={"prompt": TEXT})).json()["tokens"][:140]  # a stored block, and more
+    ids = (await client.post("/tokenize", json={"prompt": TEXT})).json()["tokens"][:NUM_TOKENS]
     warm = {"model": name, "prompt": ids, "max_tokens": 2}
     assert 200 == (await client.post("/v1/completions", json=warm)).status_code
     asked = {"model": name, "prompt": [ids, ids[:70]], "echo": True, "logprobs": 1, "max_tokens": 0, "temperature": 0}
     first = (await client.post("/v1/completions", json=asked)).json()
     again = (await client.post("/v1/completions", json=asked | {"prompt": ids, "max_tokens": 1})).json()
-    expected = plain_logprobs(model_dir, ids[:NUM_CHECKED])
+    expected = plain_logprobs(model_dir, ids)
     long, short = (choice["logprobs"]["token_logprobs"] for choice in first["choices"])
+    checked = [long[at + 1] for at in ONE_BY_ONE]
 
     assert (None, None) == (long[0], short[0])
-    assert expected == pytest.approx(long[1:NUM_CHECKED], abs=1e-5)
-    assert sum(expected) == pytest.approx(sum(long[1:NUM_CHECKED]), abs=1e-3)
+    assert len(ids) == len(long) == NUM_TOKENS
+    assert expected == pytest.approx(checked, abs=1e-5)
+    assert sum(expected) == pytest.approx(sum(checked), abs=1e-3)
     assert long[:70] == short
     assert [*long, again["choices"][0]["logprobs"]["token_logprobs"][-1]] == again["choices"][0]["logprobs"][
         "token_logprobs"

@@ -61,43 +61,52 @@ async def stored_blocks(suite: Suite, at_least: int) -> None:
     pytest.fail(f"kvstore has {(await suite.kvstore_stats()).num_blocks} blocks, expected {at_least}")
 
 
-async def cold_engines(suite: Suite, client: httpx.AsyncClient) -> None:
-    """Restart prefill, so that only the store can hit."""
-    await suite.restart("prefill-0")
-    await until_served(client)
+@pytest.fixture(scope="module")
+def kept_ids():
+    return fresh_ids(300)
 
 
-async def test_a_restarted_store_keeps_its_hits(suite, client):
+@pytest.fixture(scope="module")
+def damaged_ids():
+    return fresh_ids(300)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def stored(shared_suite, kept_ids, damaged_ids):
+    """Answers to two prompts, and where the second one's blocks lie in which file; prefill and the store were started
+    again, so that the blocks are in the store and in no pool.
+    """
+    before = (await shared_suite.kvstore_stats()).num_blocks
+    async with httpx.AsyncClient(base_url=shared_suite.base_url, timeout=60) as client:
+        answers = [await complete(client, ids, max_tokens=6) for ids in (kept_ids, damaged_ids)]
+        await stored_blocks(shared_suite, before + 4)
+        # They are the newest records of the newest segment.
+        stats = await shared_suite.kvstore_stats()
+        block_bytes = stats.disk_bytes // stats.num_blocks
+        segment = max(Path(shared_suite.folder, ".fathom", "kv").rglob("*.seg"), key=os.path.getmtime)
+        places = [segment.stat().st_size - back for back in (block_bytes // 2, block_bytes + block_bytes // 2)]
+        await shared_suite.restart("kvstore-0", signal.SIGKILL)
+        await shared_suite.restart("prefill-0")
+        await until_served(client)
+    return *answers, segment, places
+
+
+async def test_a_restarted_store_keeps_its_hits(client, stored, kept_ids):
     """kvstore killed and started again: the second request is still served from it, with the same tokens."""
-    ids = fresh_ids(300)
-    before = (await suite.kvstore_stats()).num_blocks
-    cold = await complete(client, ids, max_tokens=4)
-    await stored_blocks(suite, before + 2)
-    await suite.restart("kvstore-0", signal.SIGKILL)
-    await cold_engines(suite, client)
+    cold, *_ = stored
+    warm = await complete(client, kept_ids, max_tokens=6)
 
-    warm = await complete(client, ids, max_tokens=4)
     assert (0, 256) == (cold.cached_tokens, warm.cached_tokens)
     assert cold.token_ids == warm.token_ids
 
 
-async def test_a_damaged_block_is_a_miss_and_never_wrong_text(suite, client):
-    """One flipped byte in the middle of a segment: fewer cached tokens, the same answer."""
-    ids = fresh_ids(300)
-    before = (await suite.kvstore_stats()).num_blocks
-    cold = await complete(client, ids, max_tokens=6)
-    await stored_blocks(suite, before + 2)
-    segments = sorted(Path(suite.folder, ".fathom", "kv").rglob("*.seg"), key=os.path.getmtime)
-    assert segments
-    # Both blocks of this prompt are the newest records of the newest segment: damage a byte of each.
-    stats = await suite.kvstore_stats()
-    block_bytes = stats.disk_bytes // stats.num_blocks
-    newest = segments[-1]
-    for end in (block_bytes // 2, block_bytes + block_bytes // 2):
-        flip_byte(newest, newest.stat().st_size - end)
-    await cold_engines(suite, client)
+async def test_a_damaged_block_is_a_miss_and_never_wrong_text(suite, client, stored, damaged_ids):
+    """One flipped byte in the middle of a block: fewer cached tokens, the same answer."""
+    _, cold, segment, places = stored
+    for place in places:
+        flip_byte(segment, place)
 
-    again = await complete(client, ids, max_tokens=6)
+    again = await complete(client, damaged_ids, max_tokens=6)
     assert 0 == again.cached_tokens
     assert cold.token_ids == again.token_ids
     assert 0 < (await suite.kvstore_stats()).num_damaged
@@ -122,25 +131,31 @@ async def lose(
         await suite.kill(replica)
         killed_at = time.monotonic()
 
-    early = asyncio.create_task(asyncio.sleep(0.3))
-    if replica == "prefill-0":  # while the prompt is computed: the status line has not been sent yet
-        early.add_done_callback(lambda _: tasks.append(asyncio.create_task(kill())))
-    tasks: list[asyncio.Task[None]] = []
+    async def kill_early() -> None:
+        while not any(load.used_blocks or load.queued_sequences for load in await suite.prefill_loads()):  # noqa: ASYNC110 - asked
+            await asyncio.sleep(0.02)
+        await kill()
+
+    # While the prompt is computed, however fast: the status line has not been sent yet.
+    early = asyncio.create_task(kill_early()) if replica == "prefill-0" else None
     lines: list[str] = []
-    async with asyncio.timeout(30), client.stream("POST", "/v1/completions", json=body) as reply:
+    async with asyncio.timeout(120), client.stream("POST", "/v1/completions", json=body) as reply:
         async for line in reply.aiter_lines():
             lines += [line] if line else []
             if replica == "decode-0" and len(lines) == 3:
                 await kill()
+    if early is not None:
+        await early
     return reply.status_code, lines, time.monotonic() - killed_at
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("replica", "status"), [("prefill-0", 503), ("decode-0", 200)])
 async def test_a_lost_replica_is_an_error_within_two_seconds(suite, client, replica, status):
     """Killed under a request: 503 before headers, an error event and no [DONE] after; then 503 at once; then it heals."""
     body = {
         "model": await model_name(client),
-        "prompt": fresh_ids(900),
+        "prompt": fresh_ids(2000 if replica == "prefill-0" else 300),
         "max_tokens": 500,
         "ignore_eos": True,
         "stream": True,
@@ -191,6 +206,7 @@ async def test_nats_killed_and_restarted_under_load(suite, client):
     await until_served(client)
 
 
+@pytest.mark.alone
 async def test_a_killed_supervisor_takes_everything_with_it(suite):
     """kill -9 leaves no orphan and no shared memory, and the console knows that nothing runs any more."""
     running, shared = suite.recorded().left_running(), suite.shared_memory("decode-0")

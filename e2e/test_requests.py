@@ -67,6 +67,7 @@ async def idle_within(suite: Suite, seconds: float) -> list[str]:
         await asyncio.sleep(0.05)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 @pytest.mark.parametrize("seconds", [0.02, 0.3, 1.0, 3.0], ids=["at-once", "prefill", "around-first-token", "decode"])
 async def test_a_client_that_goes_away_leaves_nothing(client, suite, stream, seconds):
@@ -74,7 +75,7 @@ async def test_a_client_that_goes_away_leaves_nothing(client, suite, stream, sec
     body = {
         "model": await model_name(client),
         "prompt": fresh_ids(700),
-        "max_tokens": 400,
+        "max_tokens": 4000,  # not done in three seconds on any machine
         "ignore_eos": True,
         "stream": stream,
     }
@@ -148,6 +149,7 @@ async def test_what_is_not_there_says_so(client, path):
     assert reply.json()["error"]["message"]
 
 
+@pytest.mark.alone  # so that it comes after the others
 async def test_the_suite_answers_after_all_that(client, suite):
     """Bad input and hasty clients killed nothing."""
     body = {"model": await model_name(client), "messages": [{"role": "user", "content": "Say hi."}], "max_tokens": 4}
@@ -189,17 +191,20 @@ async def test_message_text_never_becomes_a_control_token(client):
 
 async def test_one_trace_shows_the_whole_journey(client, receiver):
     """recipe > entrypoint > {kvstore, balancers, prefill, decode}, with correct parents, in the caller's trace."""
-    trace_id = secrets.token_hex(16)
-    headers = {"traceparent": f"00-{trace_id}-{secrets.token_hex(8)}-01"}
+    trace_id, caller_id = secrets.token_hex(16), secrets.token_hex(8)
+    headers = {"traceparent": f"00-{trace_id}-{caller_id}-01"}
     body = {"model": await model_name(client), "prompt": fresh_ids(300), "max_tokens": 4, "ignore_eos": True}
     assert 200 == (await client.post("/v1/completions", json=body, headers=headers)).status_code
     wanted = {"recipe", "entrypoint", "kvstore", "prefill_lb", "decode_lb", "prefill", "decode"}
 
     def complete_trace(spans) -> bool:
         mine = [s for s in spans if s.trace_id == trace_id]
-        return wanted <= {s.service for s in mine} and {"prefill.run", "decode.run"} <= {s.name for s in mine}
+        # Each service sends its spans when it likes: a child may be here long before its parent.
+        is_linked = {s.parent_id for s in mine} <= {caller_id, *(s.span_id for s in mine)}
+        names = {s.name for s in mine}
+        return is_linked and wanted <= {s.service for s in mine} and {"prefill.run", "decode.run"} <= names
 
-    await receiver.wait_for(complete_trace, timeout=10)
+    await receiver.wait_for(complete_trace, timeout=30)
     spans = {s.span_id: s for s in receiver.spans() if s.trace_id == trace_id}
 
     def ancestors(span) -> list[str]:
