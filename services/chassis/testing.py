@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import secrets
 import shutil
 import signal
 import socket
@@ -20,17 +21,23 @@ from services.chassis import service as service_module
 from services.chassis.config import ServiceSettings
 from services.chassis.server import HouseServer
 
-START_SECONDS = 10.0
+START_SECONDS = 30.0
+
+
+# Below the ports that the kernel gives away and those of the launcher: a server that is down finds its own free again.
+_LOWEST_PORT, _NUM_PORTS = 10_000, 8_000
 
 
 def free_port() -> int:
     """Return a loopback port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    while True:
+        port = _LOWEST_PORT + secrets.randbelow(_NUM_PORTS)  # not `random`: hypothesis seeds it alike everywhere
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
-async def until(condition: Callable[[], bool], timeout: float = 5.0) -> None:  # noqa: ASYNC109 - a plain wait
+async def until(condition: Callable[[], bool], timeout: float = 15.0) -> None:  # noqa: ASYNC109 - a plain wait
     """Wait until `condition` holds, looking every 10 ms; raise AssertionError after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while not condition():
@@ -163,7 +170,7 @@ class OtlpReceiver:
     async def wait_for(
         self,
         predicate: Callable[[list["ReceivedSpan"]], bool],
-        timeout: float = 5.0,  # noqa: ASYNC109 - a plain wait
+        timeout: float = 15.0,  # noqa: ASYNC109 - a plain wait
     ) -> list["ReceivedSpan"]:
         """Wait until the arrived spans satisfy `predicate` and return them; raise AssertionError after `timeout` s."""
         deadline = time.monotonic() + timeout

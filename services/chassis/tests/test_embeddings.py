@@ -111,7 +111,7 @@ async def test_one_image_takes_the_place_of_the_one_before(vision, source):
     fetch = EmbeddingsFetch(asked(), source, deliver=lambda i, e: came.append(i.position), on_error=errors.append)
     for position in (0, 9):
         fetch.want(vision.image(f"cat-{position}", position=position, num_tokens=9))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(15):
             while position not in came:  # noqa: ASYNC110 - the fetch runs beside
                 await asyncio.sleep(0.005)
         assert 9 * ROW == source.room.held_bytes
@@ -128,7 +128,7 @@ async def test_errors_are_told(vision, source):
     image = vision.image("cat", position=0, num_tokens=9)
     vision.embeddings.clear()
     fetch.want(image)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(15):
         while not errors:  # noqa: ASYNC110 - the fetch runs beside
             await asyncio.sleep(0.005)
 

@@ -8,6 +8,7 @@ import pytest
 
 from services.chassis.engine_thread import EngineThread, Reply
 from services.chassis.errors import BlocksLost, InternalError
+from services.chassis.testing import until
 
 
 @pytest.fixture
@@ -48,9 +49,11 @@ async def test_an_idle_engine_turns_once_per_job(thread):
         return False
 
     thread.drive(turn)
+    await until(lambda: bool(turns))
     await asyncio.sleep(0.05)
     assert 1 == len(turns)
     await thread.call(lambda: None)
+    await until(lambda: len(turns) > 1)
     await asyncio.sleep(0.02)
 
     assert 2 == len(turns)

@@ -1,6 +1,5 @@
 """How are a KV store's files read on its host, and what happens at the first doubt? Against a real socket and files."""
 
-import asyncio
 import gc
 import os
 import socket
@@ -23,6 +22,7 @@ from services.chassis.local_read_format import (
     parse_open,
 )
 from services.chassis.local_reads import LocalReads
+from services.chassis.testing import until
 from services.chassis.tests.memory_kvstore import memory_kvstore
 
 FINGERPRINT = b"f" * 32
@@ -130,7 +130,7 @@ async def read(memory):
 async def test_blocks_are_read_from_the_files(memory, local):
     """All of them, in several turns, and the store hears when each is over."""
     assert (PAYLOADS, []) == await read(memory)
-    await asyncio.sleep(0.05)
+    await until(lambda: len(local.heard) >= 6)
     assert [Kind.OPEN, Kind.DONE] * 3 == local.heard
     assert {"mine"} == {asked.request_id for asked in local.asked}
 
@@ -197,10 +197,12 @@ async def test_a_reading_that_is_given_up_leaves_no_descriptor(memory, local):
         blocks = read_blocks(stores, Wanted(KEYS, 0, FINGERPRINT, SIZE), timeout_seconds=5)
         assert PAYLOADS[0] == await anext(blocks)
         await blocks.aclose()
-    await asyncio.sleep(0.1)
-    gc.collect()
 
-    assert before >= num_descriptors()
+    def all_closed() -> bool:
+        gc.collect()
+        return bool(before >= num_descriptors())
+
+    await until(all_closed)
 
 
 async def test_nobody_at_all_is_a_miss():

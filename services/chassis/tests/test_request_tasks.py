@@ -1,16 +1,18 @@
 """Which requests run on a replica's shared streams, and what ends them?"""
 
 import asyncio
+import time
 
 from proto.common_pb2 import FINISH_REASON_STOP, Cancel, Heartbeat, Request, TokenEvent, TokenFrame
 from proto.decode_pb2 import AbortReply, CommitReply, DecodeCommand, DecodeLoad, DecodeSubmit, PushReply, ReserveReply
 from proto.decode_pb2_grpc import DecodeServicer, DecodeStub, add_DecodeServicer_to_server
 from proto.events_pb2 import LoadReport
+from services.chassis import load_reports
 from services.chassis.channel import open_channel
 from services.chassis.load_reports import report_load
 from services.chassis.request_tasks import RequestTasks
 from services.chassis.streams import PeerStream
-from services.chassis.testing import serve
+from services.chassis.testing import serve, until
 
 
 class Waiting(DecodeServicer):
@@ -56,12 +58,6 @@ class Waiting(DecodeServicer):
             self.ended.append(request_id)
 
 
-async def until(holds):
-    async with asyncio.timeout(2):
-        while not holds():  # noqa: ASYNC110 - looks at a plain value
-            await asyncio.sleep(0.002)
-
-
 def stream_on(channel) -> PeerStream[DecodeCommand, TokenFrame]:
     return PeerStream(
         DecodeStub(channel).Run,
@@ -105,18 +101,23 @@ async def test_requests_end_by_cancel_by_their_stream_or_by_themselves():
         await channel.close()
 
 
-async def test_load_reports_follow_changes():
-    """Every 200 ms while something changes, else once a second."""
-    sent: list[LoadReport] = []
+async def test_load_reports_follow_changes(monkeypatch):
+    """Every 200 ms while something changes, else once a second. Here a quarter of both, and late ones are forgiven."""
+    assert (0.2, 1.0) == (load_reports.CHANGING_SECONDS, load_reports.QUIET_SECONDS)
+    monkeypatch.setattr(load_reports, "CHANGING_SECONDS", 0.05)
+    monkeypatch.setattr(load_reports, "QUIET_SECONDS", 0.25)
+
+    async def seconds_for(num_reports, read):
+        sent.clear()
+        began = time.monotonic()
+        reporting = asyncio.create_task(report_load(publish, read))
+        await until(lambda: len(sent) >= num_reports)
+        reporting.cancel()
+        return time.monotonic() - began
 
     async def publish(report):
         sent.append(report)
 
-    changing = asyncio.create_task(report_load(publish, lambda: LoadReport(queued_sequences=len(sent))))
-    await asyncio.sleep(0.5)
-    changing.cancel()
-    assert 3 == len(sent)
-    quiet = asyncio.create_task(report_load(publish, LoadReport))
-    await asyncio.sleep(0.5)
-    quiet.cancel()
-    assert 4 == len(sent)
+    sent: list[LoadReport] = []
+    assert 0.44 < await seconds_for(10, lambda: LoadReport(queued_sequences=len(sent))) < 9 * 0.25
+    assert 0.24 < await seconds_for(2, LoadReport)

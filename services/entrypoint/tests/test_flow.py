@@ -248,7 +248,7 @@ async def test_a_prefill_that_dies_before_the_handoff_is_waited_for_no_longer_th
         call = await world.submit()
         await call.receive(1)
         await world.crash("prefill-0")
-        await call.end(seconds=2)
+        await call.end(seconds=10)
 
         assert ([FIRST_TOKEN], PeerLost) == (call.tokens, type(call.error))
 

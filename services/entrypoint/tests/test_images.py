@@ -117,7 +117,7 @@ async def test_an_encoder_that_stays_away_is_told():
     async with seeing() as world:
         await world.crash("vision")
         call = await world.submit(picture_request(world))
-        await call.end(seconds=2.0)
+        await call.end(seconds=10)
     assert (PeerLost, []) == (type(call.error), world.prefill_lb.picks)
 
 

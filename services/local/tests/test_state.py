@@ -76,7 +76,7 @@ def test_what_a_dead_supervisor_left_is_ended(tmp_path: Path, sleeper) -> None:
     state.write(home.state, suite(dead, state.Identity.of(sleeper.pid)))
 
     assert 1 == end(home, told_seconds=0.1)
-    assert -signal.SIGTERM == sleeper.wait(5)
+    assert -signal.SIGTERM == sleeper.wait(30)
 
 
 def test_a_zombie_counts_as_ended(sleeper) -> None:

@@ -61,7 +61,7 @@ def test_a_child_is_told_its_settings_and_no_others(tmp_path: Path, monkeypatch)
     telling = child(tmp_path, "import os; print({k: v for k, v in os.environ.items() if k.startswith('FATHOM_')})")
     telling.start()
     assert telling.process is not None
-    telling.process.wait(10)
+    telling.process.wait(30)
 
     assert "{'FATHOM_VISION_REPLICA': 'v'}\n" == (tmp_path / "log").read_text()
 

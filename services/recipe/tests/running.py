@@ -36,7 +36,7 @@ class Running:
         self.entrypoint.submitted.clear()
         self.entrypoint.cancelled.clear()
 
-    async def until(self, is_so: Callable[[], bool], seconds: float = 5.0) -> None:
+    async def until(self, is_so: Callable[[], bool], seconds: float = 15.0) -> None:
         """Wait for something that happens on the other side."""
         async with asyncio.timeout(seconds):
             while not is_so():  # noqa: ASYNC110 - what is waited for lies in another task's hands

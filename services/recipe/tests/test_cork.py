@@ -93,7 +93,7 @@ async def test_responses_follow_each_other_on_one_connection(recipe: Running, fl
             writer.write(
                 b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
             )
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(20):
                 answer = await reader.readuntil(last)
             assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
             assert 1 == answer.count(b"HTTP/1.1")

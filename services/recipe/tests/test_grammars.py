@@ -121,7 +121,7 @@ async def test_a_schema_that_costs_too_much_ends_its_worker_alone(compiler: Gram
 
     first, second = await refusal(compiler, slow), await refusal(compiler, slow)
 
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 10
     assert TOO_COMPLEX == first.code == second.code
     assert [] == compiler._idle
     await compiler.compile(Sketch((json_object("after"),)))

@@ -184,7 +184,7 @@ async def test_size_and_time_are_bounded(web: Web) -> None:
     assert 413 == (await refusal(web, f"https://{HOST}/endless")).status
     assert 413 == (await refusal(web, half, half)).status
     assert 413 == (await refusal(web, half, f"{half}?2")).status
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(20):
         assert "image_fetch_failed" == (await refusal(web, f"https://{HOST}/slow", seconds=0.3)).code
 
 

@@ -21,7 +21,7 @@ async def test_a_background_response_is_its_callers(tmp_path: Path, folder: Path
     settings: dict[str, Any] = {"keys_file": str(keys_file), "state_url": f"sqlite:///{tmp_path / 'state.sqlite3'}"}
     headers = {"x-api-key": key, "x-fathom-retention": "agent"}
     asked: dict[str, Any] = {"model": "tiny", "input": "hi", "background": True}
-    async with serve_recipe(lambda _: [Step([40], after=0.5), Step([2], finish=1)], folder, **settings) as recipe:
+    async with serve_recipe(lambda _: [Step([40], after=1), Step([2], finish=1)], folder, **settings) as recipe:
 
         def num_done() -> float:
             labels = {"tenant": "acme", "key": made["id"], "outcome": "done"}

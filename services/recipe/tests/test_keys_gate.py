@@ -46,7 +46,7 @@ class Locked:
 
     async def _write(self, whole: str, status: int) -> None:
         self._path.write_bytes(file_of(*self._entries))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             # There is no such path, so it costs no token; but it is a request.
             while (await self.get("/nothing", whole)).status_code != status:  # noqa: ASYNC110 - another task reads the file
                 await asyncio.sleep(0.01)
@@ -257,7 +257,7 @@ class TestHowMuch:
         key = await locked.make(input_tokens_per_minute=5)
         answer = await locked.chat(key)
         with pytest.raises(openai.RateLimitError):
-            async with asyncio.timeout(2):
+            async with asyncio.timeout(20):
                 await locked.openai(key, max_retries=5).chat.completions.create(model="tiny", messages=HELLO)
 
         assert ("false", False) == (answer.headers["x-should-retry"], "retry-after" in answer.headers)
@@ -295,7 +295,8 @@ class TestHowMuch:
     async def test_requests_at_once(self, locked: Locked) -> None:
         """As many as allowed; a place is free again when an answer ends, well or not."""
         key = await locked.make(max_concurrency=2)
-        locked.running.play(lambda _request: [Step([40], after=0.3), Step([2], finish=1)])
+        pauses = iter([1, 1, 0])
+        locked.running.play(lambda _request: [Step([40], after=next(pauses)), Step([2], finish=1)])
         running = [asyncio.create_task(locked.chat(key)) for _ in range(2)]
         await locked.running.until(lambda: len(locked.running.entrypoint.submitted) == 2)
         third = await locked.chat(key)

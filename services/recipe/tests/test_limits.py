@@ -95,10 +95,15 @@ class TestJson:
         deep = b'{"model": "tiny", "messages": ' + b"[" * 5000 + b"]" * 5000 + b"}"
         many = orjson.dumps(CHAT | {"messages": [{}] * 2_000_000})
         for body, status in ((deep, 400), (b" " * (50 << 20), 413), (many, 400)):
-            began = time.monotonic()
-            answer = await recipe.http.post("/v1/chat/completions", content=body)
-            assert (status, True) == (answer.status_code, time.monotonic() - began < 1)
-            assert len(answer.content) < 8192
+            for is_last in (False, False, True):  # the best of three: other processes take their share
+                began = time.monotonic()
+                answer = await recipe.http.post("/v1/chat/completions", content=body)
+                took = time.monotonic() - began
+                assert status == answer.status_code
+                assert len(answer.content) < 8192
+                if took < 1:
+                    break
+                assert not is_last, took
         assert [] == recipe.entrypoint.submitted
 
 
@@ -201,7 +206,7 @@ class TestConnections:
 
     async def test_half_a_request_does_not_stay(self, recipe: Running, monkeypatch: pytest.MonkeyPatch) -> None:
         """A connection whose first request never comes is closed, and so is one whose next one never ends."""
-        monkeypatch.setattr(limits_http, "HEAD_SECONDS", 0.1)
+        monkeypatch.setattr(limits_http, "HEAD_SECONDS", 0.3)
         async with connected(recipe) as (reader, writer):
             assert b"" == await reader.read()
         async with connected(recipe) as (reader, writer):
@@ -238,13 +243,13 @@ class TestConnections:
                 b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
             )
             await reader.read(100)
-            await recipe.until(lambda: bool(recipe.entrypoint.cancelled), seconds=8)
+            await recipe.until(lambda: bool(recipe.entrypoint.cancelled), seconds=30)
 
         assert "disconnect" == recipe.entrypoint.cancelled[0][1]
 
     async def test_slow_readers_who_read_are_not(self, recipe: Running, monkeypatch: pytest.MonkeyPatch) -> None:
         """Time counts from when the buffer is full to when it was read, not for the whole answer."""
-        monkeypatch.setattr(limits_http, "SLOW_SECONDS", 0.3)
+        monkeypatch.setattr(limits_http, "SLOW_SECONDS", 0.8)
         recipe.play(saying([40] * 100_000, per_step=1000, eos=2))
         recipe.entrypoint.models[0].context_tokens = 512
         body = orjson.dumps({"model": "tiny", "prompt": "hi", "stream": True, "return_token_ids": True})

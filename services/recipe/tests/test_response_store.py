@@ -21,7 +21,7 @@ from services.recipe.tests.response_rig import age, message, response
 @pytest_asyncio.fixture
 async def store(state_url: str) -> AsyncIterator[ResponseStore]:
     """An empty store."""
-    store = ResponseStore(state_url)
+    store = ResponseStore(state_url, query_seconds=60)
     yield store
     await store.close()
 
@@ -290,7 +290,7 @@ async def test_running_responses_are_not_pushed_out(state_url: str) -> None:
 
 async def test_concurrent_additions_stay_within_the_limit(state_url: str) -> None:
     """Two replicas that add at the same time do not both find room for one."""
-    stores = [ResponseStore(state_url, StoreLimits(max_rows=5)) for _ in range(2)]
+    stores = [ResponseStore(state_url, StoreLimits(max_rows=5), query_seconds=60) for _ in range(2)]
     await asyncio.gather(*(stores[index % 2].add(response(f"resp_{index}")) for index in range(20)))
     found = [await stores[0].get("acme", f"resp_{index}") for index in range(20)]
 

@@ -64,7 +64,7 @@ def owner_process(state_url: str, num_events: int) -> Iterator[BaseProcess]:
 
 async def appears(store: ResponseStore, num_events: int) -> None:
     """Return when the other process has written so many events."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(30):
         while len(await store.events("acme", "resp_1", after=-1, limit=1000)) < num_events:  # noqa: ASYNC110 - elsewhere
             await asyncio.sleep(0.02)
 
@@ -93,9 +93,9 @@ async def test_another_process_cancels(state_url: str) -> None:
     with owner_process(state_url, num_events=1_000_000) as process:
         await appears(store, 5)
         assert await store.cancel("acme", "resp_1")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             seen = [event.number async for event in follow(store, "resp_1")]
-        await asyncio.to_thread(process.join, 10)
+        await asyncio.to_thread(process.join, 30)
         assert 0 == process.exitcode
     stored = await store.get("acme", "resp_1")
 
@@ -113,7 +113,7 @@ async def test_a_killed_owner_is_noticed(state_url: str) -> None:
     with owner_process(state_url, num_events=1_000_000) as process:
         await appears(store, 5)
         process.kill()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             seen = [event.number async for event in follow(store, "resp_1")]
     stored = await store.get("acme", "resp_1")
 

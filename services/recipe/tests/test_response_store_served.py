@@ -113,7 +113,8 @@ async def test_any_replica_will_do(tmp_path: Path, state_url: str) -> None:
         )
         check_answer(described, "delete", path, await plain.delete(f"{url}/v1/responses/{queued.id}"))
         check_answer(described, "get", path, await plain.get(f"{url}/v1/responses/{queued.id}"))
-        await asyncio.sleep(0.3)
+        await one.until(lambda: bool(one.entrypoint.cancelled or other.entrypoint.cancelled))
+        await asyncio.sleep(0.1)
         cancels = [*one.entrypoint.cancelled, *other.entrypoint.cancelled]
 
     assert "completed" == found.status

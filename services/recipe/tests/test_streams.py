@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import json
+import time
 from typing import Any
 
 import httpx
@@ -49,7 +50,7 @@ class TestShared:
         recipe.play(slow)
         async with recipe.http.stream("POST", "/v1/chat/completions", json=STREAM | {"n": 2}) as response:
             await anext(response.aiter_bytes())
-        await recipe.until(lambda: len(recipe.entrypoint.cancelled) == 2, seconds=1)
+        await recipe.until(lambda: len(recipe.entrypoint.cancelled) == 2)
 
         assert {"disconnect"} == {reason for _id, reason in recipe.entrypoint.cancelled}
 
@@ -57,9 +58,10 @@ class TestShared:
     async def test_a_disconnect_cancels_a_whole_answer(self, recipe: Running, script: Any) -> None:
         """Also before the first token, when prefill is at work."""
         recipe.play(script)
-        with pytest.raises(httpx.ReadTimeout):
-            await recipe.http.post("/v1/chat/completions", json=CHAT, timeout=0.15)
-        await recipe.until(lambda: len(recipe.entrypoint.cancelled) == 1, seconds=1)
+        asking = asyncio.create_task(recipe.http.post("/v1/chat/completions", json=CHAT))
+        await recipe.until(lambda: bool(recipe.entrypoint.submitted))
+        asking.cancel()
+        await recipe.until(lambda: len(recipe.entrypoint.cancelled) == 1)
 
         assert "disconnect" == recipe.entrypoint.cancelled[0][1]
 
@@ -78,10 +80,12 @@ async def test_silence_is_filled_with_comments(serving: Starter, monkeypatch: py
     """Also before the first token; the client sees an ordinary answer."""
     monkeypatch.setattr(server, "Front", functools.partial(Front, ping_seconds=0.05))
     async with serving(lambda _request: [Step([40], after=0.3), Step([41], finish=LENGTH)]) as recipe:
+        began = time.monotonic()
         raw = (await recipe.post("/v1/chat/completions", STREAM)).text
+        took = time.monotonic() - began
 
     assert raw.startswith(": ping\n\n")
-    assert 3 <= raw.count(": ping\n\n") <= 6
+    assert 1 <= raw.count(": ping\n\n") <= took / 0.05
     assert raw.endswith("data: [DONE]\n\n")
 
 
@@ -103,6 +107,18 @@ async def test_a_lost_entrypoint_ends_streams_and_comes_back(serving: Starter) -
     assert 200 == again.status_code
 
 
+async def refuses(url: str) -> bool:
+    """Tell whether nobody listens; who is hung up on was let in before."""
+    async with httpx.AsyncClient() as late:
+        try:
+            await late.get(f"{url}/health")
+        except httpx.ConnectError:
+            return True
+        except httpx.TransportError:
+            pass
+    return False
+
+
 @pytest.mark.slow
 async def test_drain_lets_running_answers_finish(serving: Starter) -> None:
     """New connections are refused, the stream that runs is not cut."""
@@ -111,9 +127,9 @@ async def test_drain_lets_running_answers_finish(serving: Starter) -> None:
             lines = response.aiter_text()
             await anext(lines)
             stopping = asyncio.create_task(recipe.service.shut_down())
-            await asyncio.sleep(0.15)
-            with pytest.raises(httpx.ConnectError):
-                await httpx.AsyncClient().get(f"{recipe.url}/health")
+            async with asyncio.timeout(10):
+                while not await refuses(recipe.url):  # noqa: ASYNC110 - the listener closes a moment later
+                    await asyncio.sleep(0.01)
             rest = "".join([text async for text in lines])
         await stopping
 

@@ -89,7 +89,7 @@ class Replica:
     async def embeddings(self, request: EncodeRequest) -> list[bytes]:
         """The stream's images, put together and checked as prefill does."""
         found = [bytearray() for _ in request.images]
-        async for chunk in self.stub.Encode(request, timeout=5):
+        async for chunk in self.stub.Encode(request, timeout=30):
             assert len(chunk.data) <= 2 << 20
             assert zlib.crc32(chunk.data) == chunk.crc32
             assert len(found[chunk.image_index]) == chunk.offset_bytes
@@ -127,7 +127,7 @@ async def small_replica(tower: ImageEncoder) -> AsyncIterator[Replica]:
 async def test_prepare_says_what_prefill_needs(replica: Replica, tower: ImageEncoder) -> None:
     """Hash and tokens of each image in order, where the embeddings lie, and which tower made them."""
     one, two = png(1), png(2, size=(300, 100))
-    reply = await replica.stub.Prepare(ask(image(one), image(two)), timeout=5)
+    reply = await replica.stub.Prepare(ask(image(one), image(two)), timeout=30)
 
     expected = [(hashlib.sha256(data).digest(), layout_of(*size, RULES).num_tokens)
                 for data, size in ((one, (95, 66)), (two, (300, 100)))]  # fmt: skip
@@ -138,7 +138,7 @@ async def test_prepare_says_what_prefill_needs(replica: Replica, tower: ImageEnc
 async def test_what_was_prepared_comes_by_hash_alone(replica: Replica, tower: ImageEncoder) -> None:
     """The tower's bits, complete, with a checksum for each piece."""
     one, two = png(1), png(2, size=(300, 100))
-    await replica.stub.Prepare(ask(image(one), image(two)), timeout=5)
+    await replica.stub.Prepare(ask(image(one), image(two)), timeout=30)
     got = await replica.embeddings(ask(by_hash(two), by_hash(one), fingerprint=tower.fingerprint))
 
     layout = layout_of(95, 66, RULES)
@@ -149,8 +149,8 @@ async def test_what_was_prepared_comes_by_hash_alone(replica: Replica, tower: Im
 
 async def test_equal_images_are_encoded_once(replica: Replica) -> None:
     """At the same time they share the work, later they find it done."""
-    await asyncio.gather(*(replica.stub.Prepare(ask(image(png(3))), timeout=5) for _ in range(5)))
-    await replica.stub.Prepare(ask(image(png(3))), timeout=5)
+    await asyncio.gather(*(replica.stub.Prepare(ask(image(png(3))), timeout=30) for _ in range(5)))
+    await replica.stub.Prepare(ask(image(png(3))), timeout=30)
     assert (1, 5) == (replica.count("encoded"), replica.count("shared") + replica.count("cached"))
 
 
@@ -167,7 +167,7 @@ async def test_a_caller_that_leaves_takes_nothing_from_the_others(replica: Repli
 async def test_embeddings_that_are_gone_are_said_to_be(small_replica: Replica) -> None:
     """The oldest goes when there is no room: its reader hears BlocksLost and can have it encoded again."""
     for seed in (1, 2, 3):
-        await small_replica.stub.Prepare(ask(image(png(seed))), timeout=5)
+        await small_replica.stub.Prepare(ask(image(png(seed))), timeout=30)
     assert 1 == len(await small_replica.embeddings(ask(by_hash(png(3)))))
     with pytest.raises(BlocksLost, match="not here"):
         await small_replica.embeddings(ask(by_hash(png(1))))
@@ -175,7 +175,7 @@ async def test_embeddings_that_are_gone_are_said_to_be(small_replica: Replica) -
 
 async def test_another_towers_embeddings_are_not_ours(replica: Replica) -> None:
     """Bits of another fingerprint under the same block keys would be wrong KV."""
-    await replica.stub.Prepare(ask(image(png(1))), timeout=5)
+    await replica.stub.Prepare(ask(image(png(1))), timeout=30)
     with pytest.raises(BlocksLost, match="another vision model"):
         await replica.embeddings(ask(by_hash(png(1)), fingerprint=bytes(32)))
 
@@ -195,7 +195,7 @@ async def test_a_full_line_sheds(small_replica: Replica) -> None:
 async def test_more_than_can_be_kept_together_is_refused(small_replica: Replica) -> None:
     """The first would be gone before the last is encoded: no retry could mend that."""
     with pytest.raises(BadImage, match="send fewer"):
-        await small_replica.stub.Prepare(ask(image(png(1)), image(png(2))), timeout=5)
+        await small_replica.stub.Prepare(ask(image(png(1)), image(png(2))), timeout=30)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ async def test_more_than_can_be_kept_together_is_refused(small_replica: Replica)
 async def test_a_bad_image_is_the_callers_fault(replica: Replica, data: bytes, words: str) -> None:
     """400 with the reason, and nothing is left in line."""
     with pytest.raises(BadImage, match=words) as caught:
-        await replica.stub.Prepare(ask(image(data)), timeout=5)
+        await replica.stub.Prepare(ask(image(data)), timeout=30)
     assert "messages" == caught.value.field
     assert 0 == replica.num_waiting()
 
@@ -219,7 +219,7 @@ async def test_a_false_hash_is_refused(replica: Replica) -> None:
     wrong = image(png(1))
     wrong.content_hash = bytes(32)
     with pytest.raises(BadImage, match="content_hash"):
-        await replica.stub.Prepare(ask(wrong), timeout=5)
+        await replica.stub.Prepare(ask(wrong), timeout=30)
 
 
 async def test_a_model_without_a_tower_refuses_by_name(tmp_path: Path) -> None:
@@ -230,10 +230,10 @@ async def test_a_model_without_a_tower_refuses_by_name(tmp_path: Path) -> None:
         stub: Any = VisionStub(channel)
         request = EncodeRequest(request_id="r", model="smol", images=[ImageRef(data=b"png", media_type="image/png")])
         with pytest.raises(BadImage, match="'smol' takes no images: send text only") as caught:
-            await stub.Prepare(request, timeout=5)
+            await stub.Prepare(request, timeout=30)
         with pytest.raises(BadImage):
-            [chunk async for chunk in stub.Encode(request, timeout=5)]
-        assert [] == [chunk async for chunk in stub.Encode(EncodeRequest(request_id="r"), timeout=5)]
+            [chunk async for chunk in stub.Encode(request, timeout=30)]
+        assert [] == [chunk async for chunk in stub.Encode(EncodeRequest(request_id="r"), timeout=30)]
     assert ("messages", grpc.StatusCode.INVALID_ARGUMENT) == (caught.value.field, caught.value.code)
 
 
@@ -249,8 +249,8 @@ async def test_the_whole_service_encodes() -> None:
     settings = VisionSettings(drain_seconds=1, model=tiny_v41(), dtype="bf16", threads=1)
     async with running(settings, build) as service, open_channel(service.address) as channel:
         stub: Any = VisionStub(channel)
-        reply = await stub.Prepare(ask(image(png(1))), timeout=10)
+        reply = await stub.Prepare(ask(image(png(1))), timeout=30)
         health: Any = health_pb2_grpc.HealthStub(channel)  # the generated class has no types
-        ready = await health.Check(health_pb2.HealthCheckRequest(service="ready"), timeout=5)
+        ready = await health.Check(health_pb2.HealthCheckRequest(service="ready"), timeout=30)
         assert (service.address, 32) == (reply.address, len(reply.fingerprint))
         assert ready.status == health_pb2.HealthCheckResponse.SERVING
