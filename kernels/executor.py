@@ -273,7 +273,7 @@ class Executor:
 
     @torch.inference_mode()
     def take_block(self, block_id: int, payload: bytes | bytearray | memoryview) -> int:
-        """As `write_block`, from memory that others may write meanwhile; return the CRC-32 of what the block holds."""
+        """As `write_block`, from memory that others may write meanwhile; return the XXH3 of what the block holds."""
         return self._model.take_block(block_id, payload)
 
     @torch.inference_mode()

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from proto import common_pb2 as proto_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12proto/decode.proto\x12\tfathom.v1\x1a\x12proto/common.proto\"\x95\x01\n\rDecodeCommand\x12)\n\x06submit\x18\x01 \x01(\x0b\x32\x17.fathom.v1.DecodeSubmitH\x00\x12#\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x11.fathom.v1.CancelH\x00\x12)\n\theartbeat\x18\x03 \x01(\x0b\x32\x14.fathom.v1.HeartbeatH\x00\x42\t\n\x07\x63ommand\"3\n\x0c\x44\x65\x63odeSubmit\x12#\n\x07request\x18\x01 \x01(\x0b\x32\x12.fathom.v1.Request\"\xa6\x01\n\x0eReserveRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\x0c\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\t\x12\x12\n\nblock_keys\x18\x04 \x03(\x0c\x12\x11\n\tkv_tokens\x18\x05 \x01(\r\x12\x1d\n\x15\x64\x65\x61\x64line_unix_seconds\x18\x06 \x01(\x01\x12\x14\n\x0cwindow_bytes\x18\x07 \x01(\x04\"t\n\x0cReserveReply\x12!\n\x06ticket\x18\x01 \x01(\x0b\x32\x11.fathom.v1.Ticket\x12\x16\n\x0epresent_blocks\x18\x02 \x01(\r\x12\x10\n\x08shm_path\x18\x03 \x01(\t\x12\x11\n\tlane_port\x18\x05 \x01(\rJ\x04\x08\x04\x10\x05\"6\n\tHoldReply\x12)\n\x08reserved\x18\x01 \x01(\x0b\x32\x17.fathom.v1.ReserveReply\"\x89\x01\n\tPushChunk\x12!\n\x06ticket\x18\x01 \x01(\x0b\x32\x11.fathom.v1.Ticket\x12\x13\n\x0b\x62lock_index\x18\x02 \x01(\r\x12\x14\n\x0coffset_bytes\x18\x03 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\x12\r\n\x05\x63rc32\x18\x05 \x01(\r\x12\x11\n\tis_window\x18\x06 \x01(\x08\"\x1e\n\tPushReply\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\"\x9f\x01\n\rCommitRequest\x12!\n\x06ticket\x18\x01 \x01(\x0b\x32\x11.fathom.v1.Ticket\x12\x13\n\x0b\x62lock_crc32\x18\x02 \x03(\r\x12\x11\n\tkv_tokens\x18\x03 \x01(\r\x12\x16\n\x0e\x66irst_token_id\x18\x04 \x01(\r\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\x12\x14\n\x0cwindow_crc32\x18\x06 \x01(\r\"\r\n\x0b\x43ommitReply\"A\n\x0c\x41\x62ortRequest\x12!\n\x06ticket\x18\x01 \x01(\x0b\x32\x11.fathom.v1.Ticket\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x0c\n\nAbortReply\"\x16\n\x14GetDecodeLoadRequest\"\xaf\x01\n\nDecodeLoad\x12\x14\n\x0ctotal_blocks\x18\x01 \x01(\r\x12\x13\n\x0bused_blocks\x18\x02 \x01(\r\x12\x15\n\rcached_blocks\x18\x03 \x01(\r\x12\x19\n\x11running_sequences\x18\x04 \x01(\r\x12\x18\n\x10queued_sequences\x18\x05 \x01(\r\x12\x11\n\tkv_tokens\x18\x06 \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\x07 \x01(\x04\x32\xf1\x02\n\x06\x44\x65\x63ode\x12:\n\x03Run\x12\x18.fathom.v1.DecodeCommand\x1a\x15.fathom.v1.TokenFrame(\x01\x30\x01\x12=\n\x07Reserve\x12\x19.fathom.v1.ReserveRequest\x1a\x17.fathom.v1.ReserveReply\x12\x34\n\x04Push\x12\x14.fathom.v1.PushChunk\x1a\x14.fathom.v1.PushReply(\x01\x12:\n\x06\x43ommit\x12\x18.fathom.v1.CommitRequest\x1a\x16.fathom.v1.CommitReply\x12\x37\n\x05\x41\x62ort\x12\x17.fathom.v1.AbortRequest\x1a\x15.fathom.v1.AbortReply\x12\x41\n\x07GetLoad\x12\x1f.fathom.v1.GetDecodeLoadRequest\x1a\x15.fathom.v1.DecodeLoad2C\n\x06Intake\x12\x39\n\x04Hold\x12\x19.fathom.v1.ReserveRequest\x1a\x14.fathom.v1.HoldReply0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12proto/decode.proto\x12\tfathom.v1\x1a\x12proto/common.proto\"\x95\x01\n\rDecodeCommand\x12)\n\x06submit\x18\x01 \x01(\x0b\x32\x17.fathom.v1.DecodeSubmitH\x00\x12#\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x11.fathom.v1.CancelH\x00\x12)\n\theartbeat\x18\x03 \x01(\x0b\x32\x14.fathom.v1.HeartbeatH\x00\x42\t\n\x07\x63ommand\"3\n\x0c\x44\x65\x63odeSubmit\x12#\n\x07request\x18\x01 \x01(\x0b\x32\x12.fathom.v1.Request\"\xa6\x01\n\x0eReserveRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\x0c\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\t\x12\x12\n\nblock_keys\x18\x04 \x03(\x0c\x12\x11\n\tkv_tokens\x18\x05 \x01(\r\x12\x1d\n\x15\x64\x65\x61\x64line_unix_seconds\x18\x06 \x01(\x01\x12\x14\n\x0cwindow_bytes\x18\x07 \x01(\x04\"t\n\x0cReserveReply\x12!\n\x06ticket\x18\x01 \x01(\x0b\x32\x11.fathom.v1.Ticket\x12\x16\n\x0epresent_blocks\x18\x02 \x01(\r\x12\x10\n\x08shm_path\x18\x03 \x01(\t\x12\x11\n\tlane_port\x18\x05 \x01(\rJ\x04\x08\x04\x10\x05\"6\n\tHoldReply\x12)\n\x08reserved\x18\x01 \x01(\x0b\x32\x17.fathom.v1.ReserveReply\"\x89\x01\n\tPushChunk\x12!\n\x06ticket\x18\x01 \x01(\x0b\x32\x11.fathom.v1.Ticket\x12\x13\n\x0b\x62lock_index\x18\x02 \x01(\r\x12\x14\n\x0coffset_bytes\x18\x03 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\x12\r\n\x05\x63rc32\x18\x05 \x01(\r\x12\x11\n\tis_window\x18\x06 \x01(\x08\"\x1e\n\tPushReply\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\"\xa9\x01\n\rCommitRequest\x12!\n\x06ticket\x18\x01 \x01(\x0b\x32\x11.fathom.v1.Ticket\x12\x12\n\nblock_xxh3\x18\x07 \x03(\x06\x12\x11\n\tkv_tokens\x18\x03 \x01(\r\x12\x16\n\x0e\x66irst_token_id\x18\x04 \x01(\r\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\x12\x13\n\x0bwindow_xxh3\x18\x08 \x01(\x06J\x04\x08\x02\x10\x03J\x04\x08\x06\x10\x07\"\r\n\x0b\x43ommitReply\"A\n\x0c\x41\x62ortRequest\x12!\n\x06ticket\x18\x01 \x01(\x0b\x32\x11.fathom.v1.Ticket\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x0c\n\nAbortReply\"\x16\n\x14GetDecodeLoadRequest\"\xaf\x01\n\nDecodeLoad\x12\x14\n\x0ctotal_blocks\x18\x01 \x01(\r\x12\x13\n\x0bused_blocks\x18\x02 \x01(\r\x12\x15\n\rcached_blocks\x18\x03 \x01(\r\x12\x19\n\x11running_sequences\x18\x04 \x01(\r\x12\x18\n\x10queued_sequences\x18\x05 \x01(\r\x12\x11\n\tkv_tokens\x18\x06 \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\x07 \x01(\x04\x32\xf1\x02\n\x06\x44\x65\x63ode\x12:\n\x03Run\x12\x18.fathom.v1.DecodeCommand\x1a\x15.fathom.v1.TokenFrame(\x01\x30\x01\x12=\n\x07Reserve\x12\x19.fathom.v1.ReserveRequest\x1a\x17.fathom.v1.ReserveReply\x12\x34\n\x04Push\x12\x14.fathom.v1.PushChunk\x1a\x14.fathom.v1.PushReply(\x01\x12:\n\x06\x43ommit\x12\x18.fathom.v1.CommitRequest\x1a\x16.fathom.v1.CommitReply\x12\x37\n\x05\x41\x62ort\x12\x17.fathom.v1.AbortRequest\x1a\x15.fathom.v1.AbortReply\x12\x41\n\x07GetLoad\x12\x1f.fathom.v1.GetDecodeLoadRequest\x1a\x15.fathom.v1.DecodeLoad2C\n\x06Intake\x12\x39\n\x04Hold\x12\x19.fathom.v1.ReserveRequest\x1a\x14.fathom.v1.HoldReply0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -47,19 +47,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PUSHREPLY']._serialized_start=741
   _globals['_PUSHREPLY']._serialized_end=771
   _globals['_COMMITREQUEST']._serialized_start=774
-  _globals['_COMMITREQUEST']._serialized_end=933
-  _globals['_COMMITREPLY']._serialized_start=935
-  _globals['_COMMITREPLY']._serialized_end=948
-  _globals['_ABORTREQUEST']._serialized_start=950
-  _globals['_ABORTREQUEST']._serialized_end=1015
-  _globals['_ABORTREPLY']._serialized_start=1017
-  _globals['_ABORTREPLY']._serialized_end=1029
-  _globals['_GETDECODELOADREQUEST']._serialized_start=1031
-  _globals['_GETDECODELOADREQUEST']._serialized_end=1053
-  _globals['_DECODELOAD']._serialized_start=1056
-  _globals['_DECODELOAD']._serialized_end=1231
-  _globals['_DECODE']._serialized_start=1234
-  _globals['_DECODE']._serialized_end=1603
-  _globals['_INTAKE']._serialized_start=1605
-  _globals['_INTAKE']._serialized_end=1672
+  _globals['_COMMITREQUEST']._serialized_end=943
+  _globals['_COMMITREPLY']._serialized_start=945
+  _globals['_COMMITREPLY']._serialized_end=958
+  _globals['_ABORTREQUEST']._serialized_start=960
+  _globals['_ABORTREQUEST']._serialized_end=1025
+  _globals['_ABORTREPLY']._serialized_start=1027
+  _globals['_ABORTREPLY']._serialized_end=1039
+  _globals['_GETDECODELOADREQUEST']._serialized_start=1041
+  _globals['_GETDECODELOADREQUEST']._serialized_end=1063
+  _globals['_DECODELOAD']._serialized_start=1066
+  _globals['_DECODELOAD']._serialized_end=1241
+  _globals['_DECODE']._serialized_start=1244
+  _globals['_DECODE']._serialized_end=1613
+  _globals['_INTAKE']._serialized_start=1615
+  _globals['_INTAKE']._serialized_end=1682
 # @@protoc_insertion_point(module_scope)

@@ -264,40 +264,40 @@ class CommitRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TICKET_FIELD_NUMBER: _builtins.int
-    BLOCK_CRC32_FIELD_NUMBER: _builtins.int
+    BLOCK_XXH3_FIELD_NUMBER: _builtins.int
     KV_TOKENS_FIELD_NUMBER: _builtins.int
     FIRST_TOKEN_ID_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
-    WINDOW_CRC32_FIELD_NUMBER: _builtins.int
+    WINDOW_XXH3_FIELD_NUMBER: _builtins.int
     kv_tokens: _builtins.int
     """KV handed over. Unit: tokens."""
     first_token_id: _builtins.int
     """The token sampled by prefill: decode's first input, at position kv_tokens."""
     cached_tokens: _builtins.int
     """Prompt tokens that were found instead of computed, for the final usage. Unit: tokens."""
-    window_crc32: _builtins.int
-    """CRC-32 (IEEE) of the window state; 0 without one."""
+    window_xxh3: _builtins.int
+    """XXH3 (64 bits) of the window state; 0 without one."""
     @_builtins.property
     def ticket(self) -> _common_pb2.Ticket:
         """The reservation that was filled."""
 
     @_builtins.property
-    def block_crc32(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """CRC-32 (IEEE) of each block sent, in order of block index, the present ones left out."""
+    def block_xxh3(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """XXH3 (64 bits) of each block sent, in order of block index, the present ones left out."""
 
     def __init__(
         self,
         *,
         ticket: _common_pb2.Ticket | None = ...,
-        block_crc32: _abc.Iterable[_builtins.int] | None = ...,
+        block_xxh3: _abc.Iterable[_builtins.int] | None = ...,
         kv_tokens: _builtins.int = ...,
         first_token_id: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
-        window_crc32: _builtins.int = ...,
+        window_xxh3: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_crc32", b"block_crc32", "cached_tokens", b"cached_tokens", "first_token_id", b"first_token_id", "kv_tokens", b"kv_tokens", "ticket", b"ticket", "window_crc32", b"window_crc32"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_xxh3", b"block_xxh3", "cached_tokens", b"cached_tokens", "first_token_id", b"first_token_id", "kv_tokens", b"kv_tokens", "ticket", b"ticket", "window_xxh3", b"window_xxh3"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from isal.isal_zlib import crc32
 from torch import Tensor
+from xxhash import xxh3_64_intdigest
 
 from kernels.kv.layout import KvLayout
 
@@ -35,17 +35,17 @@ class BlockBytes:
         self._blocks[block_id].copy_(self._checked(block_id, payload))
 
     def take_block(self, block_id: int, payload: bytes | bytearray | memoryview) -> int:
-        """As `write_block`, from memory that others may write meanwhile; return the CRC-32 of what the block holds.
+        """As `write_block`, from memory that others may write meanwhile; return the XXH3 (64 bits) of what it holds.
 
         On a CPU the block itself is summed, while it is still in cache; for a GPU the copy that is sent there.
         """
         taken = self._checked(block_id, payload)
         if self._blocks.is_cpu:
             self._blocks[block_id].copy_(taken)
-            return crc32(self._blocks[block_id].numpy())
+            return xxh3_64_intdigest(self._blocks[block_id].numpy().data)
         taken = taken.clone()
         self._blocks[block_id].copy_(taken)
-        return crc32(taken.numpy())
+        return xxh3_64_intdigest(taken.numpy().data)
 
     def _checked(self, block_id: int, payload: bytes | bytearray | memoryview) -> Tensor:
         self._check_block(block_id)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from isal.isal_zlib import crc32
+from xxhash import xxh3_64_intdigest
 
 from proto.common_pb2 import Ticket
 from proto.decode_pb2 import PushChunk
@@ -230,12 +231,21 @@ def remove_dead_folders(root: Path) -> list[Path]:
 
 
 def block_crc32(payload: bytes | bytearray | memoryview, before: int = 0) -> int:
-    """Return the checksum that every block and window state carries on every path (CRC-32, IEEE).
+    """Return the checksum that every block and window state carries where it is kept (CRC-32, IEEE).
 
     before: of what comes before it.  The same value as zlib's, four times as fast, and like that without the
     interpreter lock.
     """
     return crc32(payload, before)
+
+
+def block_xxh3(payload: bytes | bytearray | memoryview) -> int:
+    """Return the checksum of a block or window state on its way from prefill to decode (XXH3, 64 bits).
+
+    Three times as fast as CRC-32 on what was just copied, and without the interpreter lock. Bytes that are kept have
+    a `block_crc32`.
+    """
+    return xxh3_64_intdigest(payload)
 
 
 def chunks_of(

@@ -301,7 +301,7 @@ class Intake:
         if handoff.staging is not None and handoff.landing is not None:
             if handoff.lane is not None:
                 await self._lane_end(handoff.lane)
-            await handoff.landing.confirm(handoff.staging, request.block_crc32, request.window_crc32)
+            await handoff.landing.confirm(handoff.staging, request.block_xxh3, request.window_xxh3)
             if handoff.state is not State.COMMITTING:
                 raise BlocksLost("the reservation ended during its commit")
         self._announce(handoff, request)

@@ -50,8 +50,8 @@ class Landing:
         self._on_late = on_late
         self._begun: set[int] = set()
         """Places of blocks that the engine was given; -1 for the window state."""
-        self._crcs: dict[int, int] = {}
-        self._window_crc: int | None = None
+        self._checksums: dict[int, int] = {}
+        self._window_checksum: int | None = None
         self._whole: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def check(self, run: Run, *, shares_file: bool) -> None:
@@ -73,7 +73,7 @@ class Landing:
         self._begun.add(_WINDOW)
         self._thread.post(self._land_window, payload, then)
 
-    async def confirm(self, staging: Staging, block_crcs: Sequence[int], window_crc: int) -> None:
+    async def confirm(self, staging: Staging, block_checksums: Sequence[int], window_checksum: int) -> None:
         """Take what has not come yet from the staging area, and compare all. Raises BlocksLost when something is wrong.
 
         Nothing else may call `land` from here on.
@@ -84,10 +84,10 @@ class Landing:
                 await asyncio.shield(self._whole)
         except TimeoutError:
             raise BlocksLost("the engine did not take the blocks in time") from None
-        for place, crc in enumerate(block_crcs):
-            if self._crcs[place] != crc:
+        for place, checksum in enumerate(block_checksums):
+            if self._checksums[place] != checksum:
                 raise BlocksLost(f"block {self._first_block + place} arrived damaged")
-        if self.window_bytes and self._window_crc != window_crc:
+        if self.window_bytes and self._window_checksum != window_checksum:
             raise BlocksLost("the window state arrived damaged")
 
     async def _take_rest(self, staging: Staging) -> None:
@@ -108,37 +108,37 @@ class Landing:
 
     def _land(self, first: int, payloads: Sequence[memoryview], then: Callable[[], None]) -> None:
         try:
-            crcs = self._rooms.land(self._epoch, self._first_block + first, payloads)
+            checksums = self._rooms.land(self._epoch, self._first_block + first, payloads)
         except Exception as error:  # noqa: BLE001 - raised again by `confirm`
             self._thread.tell(self._fail, error)
         else:
-            self._thread.tell(self._note, first, crcs)
+            self._thread.tell(self._note, first, checksums)
         finally:
             then()
 
     def _land_window(self, payload: memoryview, then: Callable[[], None]) -> None:
         try:
-            crc = self._rooms.land_window(self._epoch, payload)
+            checksum = self._rooms.land_window(self._epoch, payload)
         except Exception as error:  # noqa: BLE001 - raised again by `confirm`
             self._thread.tell(self._fail, error)
         else:
-            self._thread.tell(self._note_window, crc)
+            self._thread.tell(self._note_window, checksum)
         finally:
             then()
 
     # On the event loop.
 
-    def _note(self, first: int, crcs: Sequence[int]) -> None:
-        self._crcs.update(enumerate(crcs, start=first))
+    def _note(self, first: int, checksums: Sequence[int]) -> None:
+        self._checksums.update(enumerate(checksums, start=first))
         self._end_if_whole()
 
-    def _note_window(self, crc: int) -> None:
-        self._window_crc = crc
+    def _note_window(self, checksum: int) -> None:
+        self._window_checksum = checksum
         self._end_if_whole()
 
     def _end_if_whole(self) -> None:
-        has_window = self._window_crc is not None or not self.window_bytes
-        if len(self._crcs) == self.num_blocks and has_window and not self._whole.done():
+        has_window = self._window_checksum is not None or not self.window_bytes
+        if len(self._checksums) == self.num_blocks and has_window and not self._whole.done():
             self._whole.set_result(None)
 
     def _fail(self, error: Exception) -> None:

@@ -150,9 +150,9 @@ def check_reserve(request: ReserveRequest, limits: Limits, *, boot_id: str) -> N
 
 def check_commit(reservation: Reservation, request: CommitRequest, limits: Limits) -> None:
     """Raise what is wrong with a commit: other blocks than were reserved, or a token that does not exist."""
-    if request.kv_tokens != reservation.kv_tokens or len(request.block_crc32) != reservation.missing_blocks:
+    if request.kv_tokens != reservation.kv_tokens or len(request.block_xxh3) != reservation.missing_blocks:
         raise BlocksLost(
-            f"{len(request.block_crc32)} blocks for {request.kv_tokens} tokens were committed where"
+            f"{len(request.block_xxh3)} blocks for {request.kv_tokens} tokens were committed where"
             f" {reservation.missing_blocks} for {reservation.kv_tokens} were reserved"
         )
     if request.first_token_id >= limits.vocab_tokens:

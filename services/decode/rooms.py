@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from kernels.kv.window import NULL_WINDOW
 from services.chassis.errors import BlocksLost, Overloaded
-from services.chassis.handoff import block_crc32
+from services.chassis.handoff import block_xxh3
 from services.decode.scheduler import has_room
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class Rooms:
         with self._lost_on_error(epoch):
             taken = bytes(payload)
             self._executor.write_window(window, taken)
-            return block_crc32(taken)
+            return block_xxh3(taken)
 
     def take(self, epoch: int, keys: Sequence[bytes]) -> tuple[list[int], int]:
         """Name the room's full blocks; pass blocks and window on: afterwards the caller holds them, not the epoch.

@@ -107,11 +107,12 @@ class Disk:
     def start_write(
         self, fd: int, parts: Sequence[bytes | bytearray | memoryview], offset: int
     ) -> "list[Future[None]]":
-        """Begin the same, several pieces under way at once; return the pieces. The parts must not change meanwhile."""
+        """Begin the same, several pieces under way at once; return the pieces. The parts must not change meanwhile.
+
+        They only run side by side in what preallocate() reserved: behind it each moves the end of the file.
+        """
         ends = list(accumulate(len(part) for part in parts))
         total = aligned(ends[-1])
-        # Ahead of the writes: they could not run side by side if each had to move the end of the file.
-        os.ftruncate(fd, offset + total)
         return [
             self._writers.submit(self._write_piece, fd, parts, ends, (start, min(start + PIECE_BYTES, total)), offset)
             for start in range(0, total, PIECE_BYTES)
@@ -122,15 +123,17 @@ class Disk:
         return self._syncer.submit(work)
 
     def preallocate(self, fd: int, start_bytes: int, num_bytes: int) -> None:
-        """Reserve disk from `start_bytes` on, without moving the end of the file: one long piece instead of many short.
+        """Reserve disk from `start_bytes` on, and let the file end there; it reads as zeros until it is written.
 
-        Where it is not to be had, the writes find out by themselves whether there is room for what really comes.
+        Seldom and long, for it waits until nothing is written. Where disk is not to be had, the writes find out by
+        themselves whether there is room for what really comes.
         """
         try:
-            _fallocate(fd, _KEEP_SIZE, start_bytes, num_bytes)
+            _fallocate(fd, 0, start_bytes, num_bytes)
         except OSError as exc:
             if exc.errno not in _REFUSALS | {errno.ENOSYS, errno.ENOSPC, errno.EFBIG, errno.EDQUOT}:
                 raise
+            os.ftruncate(fd, start_bytes + num_bytes)
 
     def erase(self, path: Path, ranges: Sequence[tuple[int, int]]) -> None:
         """Make (start, end) ranges of a file read as zeros and give their disk back, durably."""

@@ -21,16 +21,23 @@ Name = tuple[bytes, bytes]
 
 @dataclass(slots=True)
 class _Lease:
+    request_id: str
     segments: tuple[int, ...]
     expires_at: float
 
 
 class LeaseTable:
-    """Leases by request. A segment that is held is not unlinked."""
+    """Leases, from lookup to the end of the read. A segment that is held is not unlinked.
+
+    A request id may come again at once, after a cancel: the first read's end must not take the second one's lease.
+    """
 
     def __init__(self, max_leases: int = 4096) -> None:
         self._max_leases = max_leases
-        self._leases: dict[str, _Lease] = {}
+        self._leases: dict[int, _Lease] = {}
+        self._unread: dict[str, int] = {}
+        """Of each request id, the lease whose read has not begun."""
+        self._last_lease = 0
         self._held: Counter[int] = Counter()
         self.num_expired = 0
 
@@ -41,30 +48,43 @@ class LeaseTable:
         return segment in self._held
 
     def grant(self, request_id: str, segments: Iterable[int], *, seconds: float, now: float) -> float:
-        """Hold the segments for a request, instead of what it held before; return for how long (0: table full)."""
-        self.end(request_id)
+        """Hold the segments for a request's read; return for how long (0: table full).
+
+        Instead of what it held before, unless a read of that has begun: that one goes on with what it has.
+        """
+        self.end(self.claim(request_id))
         if len(self._leases) >= self._max_leases:
             self.expire(now)
             if len(self._leases) >= self._max_leases:
                 return 0.0
         granted = min(seconds, DEFAULT_LEASE_SECONDS) if seconds > 0 else DEFAULT_LEASE_SECONDS
-        lease = _Lease(tuple(segments), now + granted)
-        self._leases[request_id] = lease
+        lease = _Lease(request_id, tuple(segments), now + granted)
+        self._last_lease += 1
+        self._leases[self._last_lease] = lease
+        self._unread[request_id] = self._last_lease
         self._held.update(lease.segments)
         return granted
 
-    def end(self, request_id: str) -> None:
-        """Let go of what the request held; fine when it held nothing."""
-        lease = self._leases.pop(request_id, None)
-        for segment in lease.segments if lease is not None else ():
+    def claim(self, request_id: str) -> int:
+        """Return the number of the request's lease, for the read that begins now to end it; 0 when it has none."""
+        return self._unread.pop(request_id, 0)
+
+    def end(self, number: int) -> None:
+        """Let go of what a lease held; fine when it is over, or is 0."""
+        lease = self._leases.pop(number, None)
+        if lease is None:
+            return
+        if self._unread.get(lease.request_id) == number:
+            del self._unread[lease.request_id]
+        for segment in lease.segments:
             self._held[segment] -= 1
             if self._held[segment] == 0:
                 del self._held[segment]
 
     def expire(self, now: float) -> None:
         """Let go of the leases whose time is over."""
-        for request_id in [name for name, lease in self._leases.items() if lease.expires_at <= now]:
-            self.end(request_id)
+        for number in [number for number, lease in self._leases.items() if lease.expires_at <= now]:
+            self.end(number)
             self.num_expired += 1
 
 

@@ -105,6 +105,7 @@ class LocalReads:
     async def _lend(self, connection: socket.socket, request: OpenRequest) -> None:
         """Send places and descriptors, and keep the files until the reader is done with them."""
         store = self._store
+        lease = store.catalog.leases.claim(request.request_id)
         locations = self._leading(request)
         segments = [store.catalog.segments[number] for number in dict.fromkeys(one.segment for one in locations)]
         for segment in segments:
@@ -123,8 +124,7 @@ class LocalReads:
         finally:
             for segment in segments:
                 segment.readers -= 1
-            if request.request_id:
-                store.catalog.leases.end(request.request_id)
+            store.catalog.leases.end(lease)
 
     def _leading(self, request: OpenRequest) -> Sequence[BlockLocation]:
         """Return the leading blocks that can be lent: stored here, live, not sealed, in few enough files."""

@@ -200,12 +200,12 @@ class Store:
         Blocks that are being written are waited for, at most `pending_seconds` in all. The next runs of blocks are read
         from disk while the caller sends the last one. The lease of `request_id` ends with this.
         """
+        lease = self.catalog.leases.claim(request_id)
         try:
             async for block in self.reader.read(fingerprint, list(keys), pending_seconds=pending_seconds):
                 yield block
         finally:
-            if request_id:
-                self.catalog.leases.end(request_id)
+            self.catalog.leases.end(lease)
 
     async def write(self, block: Block) -> Outcome:
         """Store a block and return once it is durable and findable, or was there already (first writer wins).

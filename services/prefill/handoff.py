@@ -215,9 +215,9 @@ class Handoff:
         wanted = range(reservation.present_blocks, cargo.num_blocks)
         way = await asyncio.shield(self._mapping)
         self._backend = way.backend
-        crcs: list[int] = []
+        checksums: list[int] = []
         if way.backend != "grpc":
-            crcs = await self._send_past_grpc(way, wanted, blocks)
+            checksums = await self._send_past_grpc(way, wanted, blocks)
         elif wanted or cargo.window_bytes:
             chunks = pieces(
                 reservation.ticket,
@@ -225,14 +225,14 @@ class Handoff:
                 blocks,
                 block_bytes=cargo.block_bytes,
                 window_bytes=cargo.window_bytes,
-                crcs=crcs,
+                checksums=checksums,
             )
             await self._stub.Push(chunks, timeout=self._seconds_left())
         await self._stub.Commit(
             CommitRequest(
                 ticket=reservation.ticket,
-                block_crc32=crcs[: len(wanted)],
-                window_crc32=crcs[-1] if cargo.window_bytes else 0,
+                block_xxh3=checksums[: len(wanted)],
+                window_xxh3=checksums[-1] if cargo.window_bytes else 0,
                 kv_tokens=cargo.kv_tokens,
                 first_token_id=first_token_id,
                 cached_tokens=cached_tokens,

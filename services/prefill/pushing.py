@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from proto.common_pb2 import Ticket
 from proto.decode_pb2 import PushChunk
-from services.chassis.handoff import block_crc32, chunks_of
+from services.chassis.handoff import block_xxh3, chunks_of
 
 if TYPE_CHECKING:
     from services.chassis.engine_thread import EngineThread
@@ -62,25 +62,25 @@ class PromptBlocks:
 
 
 async def pieces(
-    ticket: Ticket, wanted: range, blocks: Blocks, *, block_bytes: int, window_bytes: int, crcs: list[int]
+    ticket: Ticket, wanted: range, blocks: Blocks, *, block_bytes: int, window_bytes: int, checksums: list[int]
 ) -> AsyncIterator[PushChunk]:
-    """Yield blocks and window in pieces for Push; append the checksums to `crcs`, the window's last."""
+    """Yield blocks and window in pieces for Push; append the checksums to `checksums`, the window's last."""
     first: Ticket | None = ticket
     for group in _groups(wanted, block_bytes):
         places = [memoryview(bytearray(block_bytes)) for _ in group]
         await blocks.copy(group, places)
         for block, place in zip(group, places, strict=True):
             # In a thread: the checksums of a block take milliseconds that belong to other requests.
-            chunks, crc = await asyncio.to_thread(_cut, place, block, first)
-            crcs.append(crc)
+            chunks, checksum = await asyncio.to_thread(_cut, place, block, first)
+            checksums.append(checksum)
             first = None
             for chunk in chunks:
                 yield chunk
     if window_bytes:
         place = memoryview(bytearray(window_bytes))
         await blocks.copy_window(place)
-        chunks, crc = await asyncio.to_thread(_cut, place, None, first)
-        crcs.append(crc)
+        chunks, checksum = await asyncio.to_thread(_cut, place, None, first)
+        checksums.append(checksum)
         for chunk in chunks:
             yield chunk
 
@@ -94,7 +94,7 @@ def _groups(wanted: range, block_bytes: int) -> Iterator[range]:
 def _cut(payload: memoryview, block: int | None, ticket: Ticket | None) -> tuple[list[PushChunk], int]:
     """Cut a block, or with None the window state."""
     chunks = chunks_of(payload, block_index=block or 0, ticket=ticket, is_window=block is None)
-    return list(chunks), block_crc32(payload)
+    return list(chunks), block_xxh3(payload)
 
 
 def _and_tell(then: Copied, copy: Callable[..., None], *arguments: object) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from services.chassis.errors import DeadlinePassed, PeerLost
-from services.chassis.handoff import PeerStaging, block_crc32
+from services.chassis.handoff import PeerStaging, block_xxh3
 from services.chassis.handoff_lane import blocks_per_run, end_runs, hang_up, make_buffer, send_run
 
 if TYPE_CHECKING:
@@ -93,19 +93,19 @@ class Sender:
 
         Raises BlocksLost once the prompt was released, PeerLost when the connection breaks, DeadlinePassed.
         """
-        crcs = []
+        checksums = []
         waiting = self._runs()
         num_copying = sum(self._copy_next(waiting) for _ in range(_RUNS_AHEAD))
         while num_copying:
             run = self._next_copied(deadline_unix_seconds)
             num_copying += self._copy_next(waiting) - 1
-            crcs += [block_crc32(place) for place in run.places]
+            checksums += [block_xxh3(place) for place in run.places]
             self._tell(run)
             if run.buffer is not None:
                 self._free.append(run.buffer)
         if self._way.lane is not None:
             end_runs(self._way.lane)
-        return crcs
+        return checksums
 
     def _runs(self) -> Iterator[range]:
         size = blocks_per_run(self._block_bytes)

@@ -27,7 +27,7 @@ from proto.decode_pb2_grpc import DecodeStub, IntakeStub
 from services.chassis.block_keys import block_keys, image_extras
 from services.chassis.channel import open_channel
 from services.chassis.engine_thread import EngineThread
-from services.chassis.handoff import PeerStaging, block_crc32, chunks_of
+from services.chassis.handoff import PeerStaging, block_xxh3, chunks_of
 from services.chassis.kvstore_writer import BlockWriter
 from services.chassis.streams import PeerStream
 from services.chassis.testing import serve
@@ -208,7 +208,7 @@ class Rig:
     async def push(self, reply: ReserveReply, blocks: tuple[bytes, ...], window: bytes = b"") -> list[int]:
         """Send the missing blocks and the window the way the reservation says; return the blocks' checksums."""
         missing = blocks[reply.present_blocks :]
-        crcs = [block_crc32(block) for block in missing]
+        crcs = [block_xxh3(block) for block in missing]
         if reply.lane_port and not reply.shm_path:
             await asyncio.to_thread(send, await open_lane(reply, shares_file=False), missing, window)
             return crcs
@@ -240,14 +240,14 @@ class Rig:
         yield from chunks_of(window, ticket=ticket, is_window=True)
 
     async def commit(
-        self, wanted: Request, reply: ReserveReply, crcs: list[int], first_token_id: int, window_crc32: int = 0
+        self, wanted: Request, reply: ReserveReply, crcs: list[int], first_token_id: int, window_xxh3: int = 0
     ) -> None:
         commit = CommitRequest(
             ticket=reply.ticket,
-            block_crc32=crcs,
+            block_xxh3=crcs,
             kv_tokens=len(wanted.prompt_token_ids),
             first_token_id=first_token_id,
-            window_crc32=window_crc32,
+            window_xxh3=window_xxh3,
         )
         await self.stub.Commit(commit, timeout=20)
 
@@ -258,8 +258,8 @@ class Rig:
         computed = self.source.prompt(wanted, images, allowed)
         reply = await self.reserve(wanted)
         crcs = await self.push(reply, computed.blocks, computed.window)
-        window_crc32 = block_crc32(computed.window) if computed.window else 0
-        await self.commit(wanted, reply, crcs, computed.first_token_id, window_crc32)
+        window_xxh3 = block_xxh3(computed.window) if computed.window else 0
+        await self.commit(wanted, reply, crcs, computed.first_token_id, window_xxh3)
         return computed
 
     async def answer(self, wanted: Request, images: tuple[Image, ...] = ()) -> list[int]:

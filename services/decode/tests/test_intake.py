@@ -8,7 +8,7 @@ import pytest
 from proto.common_pb2 import Ticket
 from proto.decode_pb2 import AbortRequest, PushChunk
 from services.chassis.errors import BlocksLost, DeadlinePassed, InvalidRequest, Overloaded, PeerLost, PromptTooLong
-from services.chassis.handoff import StagingUnavailableError, block_crc32
+from services.chassis.handoff import StagingUnavailableError, block_xxh3
 from services.decode.tests.rig import BLOCK, collect, decode_replica, keys_of, request, tokens_of, until
 from services.decode.tests.tiny_model import CONTEXT
 
@@ -93,7 +93,7 @@ async def test_pieces_that_are_not_what_was_summed_are_refused(rig, trouble):
     reply = await rig.reserve(wanted)
     await rig.push(reply, sent)
     with pytest.raises(BlocksLost, match="damaged"):
-        await rig.commit(wanted, reply, [block_crc32(each) for each in computed.blocks], computed.first_token_id)
+        await rig.commit(wanted, reply, [block_xxh3(each) for each in computed.blocks], computed.first_token_id)
     await rig.idle()
     assert 0 == rig.replica.engine.load.cached_blocks
 

@@ -9,7 +9,7 @@ import pytest
 
 from proto.decode_pb2 import AbortRequest
 from services.chassis.errors import BlocksLost, FathomError, InvalidRequest, PeerLost
-from services.chassis.handoff import PeerStaging, block_crc32
+from services.chassis.handoff import PeerStaging, block_xxh3
 from services.chassis.handoff_lane import LaneUnavailableError, end_runs, send_run
 from services.decode import lanes as subject
 from services.decode.tests.lane_peer import open_lane, send
@@ -62,14 +62,14 @@ async def test_blocks_land_before_the_commit_where_nobody_finds_them(rig):
     landing = rig.replica.intake._handoffs[reply.ticket.epoch].landing
     lane = await open_lane(reply, shares_file=False)
     send_run(lane, 0, 2, [memoryview(block) for block in computed.blocks[:2]])
-    await until(lambda: {0, 1} == set(landing._crcs))
+    await until(lambda: {0, 1} == set(landing._checksums))
     pool = rig.replica.engine._pool
     assert (0, 3) == (len(pool._block_of), pool.used_blocks)
     send_run(lane, 2, 1, [memoryview(computed.blocks[2])])
     end_runs(lane)
     lane.close()
     events = await rig.submit(wanted)
-    await rig.commit(wanted, reply, [block_crc32(block) for block in computed.blocks], computed.first_token_id)
+    await rig.commit(wanted, reply, [block_xxh3(block) for block in computed.blocks], computed.first_token_id)
     assert rig.source.answer(wanted)[1:] == tokens_of(await collect(events))
 
 
@@ -96,7 +96,7 @@ async def test_what_is_not_what_was_summed_starts_nothing(rig, trouble):
     """A flipped bit, two blocks in each other's place, a block that never came."""
     wanted = request(trouble, 40)
     first, second, third = rig.source.prompt(wanted).blocks
-    crcs = [block_crc32(block) for block in (first, second, third)]
+    crcs = [block_xxh3(block) for block in (first, second, third)]
     sent = {
         "corrupted": (bytes([first[0] ^ 4]) + first[1:], second, third),
         "swapped": (second, first, third),
@@ -202,5 +202,5 @@ async def test_a_lane_that_is_still_open_at_the_commit_is_no_commit(rig, monkeyp
     with await open_lane(reply, shares_file=False) as lane:
         send_run(lane, 0, 3, [memoryview(block) for block in computed.blocks])
         with pytest.raises(BlocksLost, match="still open"):
-            await rig.commit(wanted, reply, [block_crc32(block) for block in computed.blocks], computed.first_token_id)
+            await rig.commit(wanted, reply, [block_xxh3(block) for block in computed.blocks], computed.first_token_id)
     await rig.idle()

@@ -7,7 +7,7 @@ import pytest
 
 from proto.decode_pb2 import CommitRequest
 from services.chassis.errors import BlocksLost
-from services.chassis.handoff import block_crc32
+from services.chassis.handoff import block_xxh3
 from services.decode.tests.rig import collect, decode_replica, request, tokens_of, until
 
 
@@ -50,7 +50,7 @@ async def test_a_piece_that_comes_during_the_commit_ends_the_handoff(folder):
         intake._thread.post(held.wait, 10)
         commit = CommitRequest(
             ticket=reply.ticket,
-            block_crc32=[block_crc32(b) for b in computed.blocks],
+            block_xxh3=[block_xxh3(b) for b in computed.blocks],
             kv_tokens=40,
             first_token_id=computed.first_token_id,
         )

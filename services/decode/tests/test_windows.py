@@ -8,7 +8,7 @@ from kernels.batch import Batch, Image, Row
 from kernels.tests.golden_files import tiny_v41
 from proto.decode_pb2 import AbortRequest
 from services.chassis.errors import BlocksLost, InvalidRequest, Overloaded
-from services.chassis.handoff import block_crc32
+from services.chassis.handoff import block_xxh3
 from services.chassis.tests.memory_vision import memory_vision
 from services.chassis.window_store import folders
 from services.decode.sampling import sampling_params
@@ -52,10 +52,10 @@ async def test_a_damaged_window_is_refused(rig):
     reply = await rig.reserve(wanted)
     crcs = await rig.push(reply, computed.blocks, computed.window)
     with pytest.raises(BlocksLost, match="window state arrived damaged"):
-        await rig.commit(wanted, reply, crcs, computed.first_token_id, block_crc32(computed.window) ^ 1)
+        await rig.commit(wanted, reply, crcs, computed.first_token_id, block_xxh3(computed.window) ^ 1)
     await rig.idle()
     with pytest.raises(BlocksLost):
-        await rig.commit(wanted, reply, crcs, computed.first_token_id, block_crc32(computed.window))
+        await rig.commit(wanted, reply, crcs, computed.first_token_id, block_xxh3(computed.window))
 
 
 async def test_another_layout_is_refused(rig):

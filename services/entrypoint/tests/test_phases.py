@@ -6,6 +6,7 @@ import pytest
 
 from proto.common_pb2 import FinishReason
 from services.chassis.errors import DeadlinePassed, PeerLost
+from services.entrypoint import bookings
 from services.entrypoint.tests.world import PROMPT, World, eventually
 
 SOON_SECONDS = 6.0
@@ -78,7 +79,8 @@ async def test_a_recipe_that_goes_away_ends_its_requests(phase):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", some_fast("prefill", "handoff"))
-async def test_a_deadline_ends_a_request_everywhere(phase):
+async def test_a_deadline_ends_a_request_everywhere(phase, monkeypatch):
+    monkeypatch.setattr(bookings, "PICK_SECONDS", 10.0)  # beyond the deadline: nothing but that ends the wait
     async with World() as world:
         call = await stopped_at(world, phase, deadline_unix_seconds=time.time() + 2.0)
         await call.end(seconds=SOON_SECONDS)

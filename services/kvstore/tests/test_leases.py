@@ -37,7 +37,7 @@ def test_a_segment_is_held_exactly_while_a_live_lease_names_it(steps: list[tuple
             if granted:
                 model[name] = (segments, now + 10.0)
         elif what == "end":
-            table.end(name)
+            table.end(table.claim(name))
             model.pop(name, None)
         else:
             now += number
@@ -84,3 +84,19 @@ def test_the_number_of_sessions_is_bounded() -> None:
     """A caller that never releases cannot fill the memory."""
     pins = PinTable(max_sessions=2)
     assert [1, 1, 0] == [pins.pin("a", f"s{n}", [located(n)], seconds=10, now=0, room_bytes=1000)[0] for n in range(3)]
+
+
+def test_a_request_id_that_comes_again_has_a_lease_of_its_own() -> None:
+    """The end of a cancelled read takes the lease of that read, not of the request that has its id by now."""
+    table = LeaseTable()
+    table.grant("r", [1], seconds=10.0, now=0.0)
+    cancelled = table.claim("r")
+    table.grant("r", [2], seconds=10.0, now=0.1)
+    assert table.holds(1)
+    table.end(cancelled)
+
+    assert not table.holds(1)
+    assert table.holds(2)
+    table.end(table.claim("r"))
+    assert not table.holds(2)
+    assert 0 == len(table) == table.claim("r")

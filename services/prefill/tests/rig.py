@@ -36,7 +36,7 @@ from services.chassis.block_keys import block_keys
 from services.chassis.channel import open_channel
 from services.chassis.engine_thread import EngineThread
 from services.chassis.errors import BlocksLost
-from services.chassis.handoff import Staging, block_crc32, check_chunk
+from services.chassis.handoff import Staging, block_xxh3, check_chunk
 from services.chassis.kvstore_writer import BlockWriter
 from services.chassis.streams import PeerStream
 from services.chassis.testing import serve
@@ -188,9 +188,9 @@ class KeepingDecode(DecodeServicer, IntakeServicer):
         await self._trouble("Commit")
         staging = self.reserved[request.ticket.epoch][1]
         blocks = [bytes(staging.block(block)) for block in range(staging.num_blocks)]
-        assert list(request.block_crc32) == [block_crc32(block) for block in blocks]
+        assert list(request.block_xxh3) == [block_xxh3(block) for block in blocks]
         window = bytes(staging.window())
-        assert request.window_crc32 == (block_crc32(window) if window else 0)
+        assert request.window_xxh3 == (block_xxh3(window) if window else 0)
         self.committed.append((request, blocks))
         self.windows.append(window)
         self.held[request.ticket.epoch].set_result(None)

@@ -10,7 +10,7 @@ import pytest
 from proto.common_pb2 import Ticket
 from services.chassis import handoff_lane
 from services.chassis.errors import BlocksLost, DeadlinePassed, PeerLost
-from services.chassis.handoff import PeerStaging, Staging, block_crc32
+from services.chassis.handoff import PeerStaging, Staging, block_xxh3
 from services.chassis.handoff_lane import (
     ACCEPTED,
     HELLO_BYTES,
@@ -94,15 +94,15 @@ def travelling(receiver):
     return way
 
 
-def expected_crcs():
-    return [block_crc32(bytes([n]) * BLOCK_BYTES) for n in range(3, 7)] + [block_crc32(b"w" * WINDOW_BYTES)]
+def expected_checksums():
+    return [block_xxh3(bytes([n]) * BLOCK_BYTES) for n in range(3, 7)] + [block_xxh3(b"w" * WINDOW_BYTES)]
 
 
 def test_runs_that_travel_arrive_in_order_and_are_summed():
     """Blocks are counted among those that travel; the ticket comes first, the window last."""
     receiver = Receiver()
     way = travelling(receiver)
-    assert expected_crcs() == sender(way, Device()).send(time.time() + 10)
+    assert expected_checksums() == sender(way, Device()).send(time.time() + 10)
     receiver.join(5)
     blocks = [(False, n, 1, bytes([n + 3]) * 3) for n in range(NUM_BLOCKS)]
 
@@ -120,12 +120,12 @@ def test_runs_in_the_file_are_only_told_of(tmp_path, has_lane):
     way = Way(staging=PeerStaging(str(area.path), nonce=TICKET.nonce, **shape))
     if has_lane:
         way.lane = connect("127.0.0.1", receiver.port, TICKET, shares_file=True)
-    assert expected_crcs() == sender(way, Device()).send(time.time() + 10)
+    assert expected_checksums() == sender(way, Device()).send(time.time() + 10)
     if has_lane:
         receiver.join(5)
         assert [*((False, n, 1, b"") for n in range(NUM_BLOCKS)), (True, 0, 0, b"")] == receiver.runs
 
-    assert expected_crcs() == [*(block_crc32(area.block(n)) for n in range(NUM_BLOCKS)), block_crc32(area.window())]
+    assert expected_checksums() == [*(block_xxh3(area.block(n)) for n in range(NUM_BLOCKS)), block_xxh3(area.window())]
     way.close()
     area.close()
     receiver.listener.close()
