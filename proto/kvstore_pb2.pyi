@@ -409,6 +409,7 @@ class KvstoreStats(_message.Message):
     RETENTIONS_FIELD_NUMBER: _builtins.int
     BREAKER_FIELD_NUMBER: _builtins.int
     NUM_REMOTE_BLOCKS_FIELD_NUMBER: _builtins.int
+    FINGERPRINTS_FIELD_NUMBER: _builtins.int
     num_blocks: _builtins.int
     """Unit: blocks."""
     num_segments: _builtins.int
@@ -441,6 +442,10 @@ class KvstoreStats(_message.Message):
     def retentions(self) -> _containers.RepeatedCompositeFieldContainer[Global___RetentionUse]:
         """What each retention class holds."""
 
+    @_builtins.property
+    def fingerprints(self) -> _containers.RepeatedCompositeFieldContainer[Global___FingerprintUse]:
+        """What is stored here of each model fingerprint, the largest first; at most 1,000."""
+
     def __init__(
         self,
         *,
@@ -458,14 +463,45 @@ class KvstoreStats(_message.Message):
         retentions: _abc.Iterable[Global___RetentionUse] | None = ...,
         breaker: _builtins.str = ...,
         num_remote_blocks: _builtins.int = ...,
+        fingerprints: _abc.Iterable[Global___FingerprintUse] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["breaker", b"breaker", "disk_bytes", b"disk_bytes", "max_bytes", b"max_bytes", "num_blocks", b"num_blocks", "num_damaged", b"num_damaged", "num_evicted", b"num_evicted", "num_expired", b"num_expired", "num_leases", b"num_leases", "num_pinned", b"num_pinned", "num_remote_blocks", b"num_remote_blocks", "num_segments", b"num_segments", "physical_bytes", b"physical_bytes", "retentions", b"retentions", "tenants", b"tenants"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["breaker", b"breaker", "disk_bytes", b"disk_bytes", "fingerprints", b"fingerprints", "max_bytes", b"max_bytes", "num_blocks", b"num_blocks", "num_damaged", b"num_damaged", "num_evicted", b"num_evicted", "num_expired", b"num_expired", "num_leases", b"num_leases", "num_pinned", b"num_pinned", "num_remote_blocks", b"num_remote_blocks", "num_segments", b"num_segments", "physical_bytes", b"physical_bytes", "retentions", b"retentions", "tenants", b"tenants"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___KvstoreStats: _TypeAlias = KvstoreStats  # noqa: Y015
+
+@_typing.final
+class FingerprintUse(_message.Message):
+    """What is stored of one model fingerprint."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    fingerprint: _builtins.bytes
+    """32 bytes."""
+    num_blocks: _builtins.int
+    """Unit: blocks."""
+    num_bytes: _builtins.int
+    """Payload. Unit: bytes."""
+    def __init__(
+        self,
+        *,
+        fingerprint: _builtins.bytes = ...,
+        num_blocks: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "num_blocks", b"num_blocks", "num_bytes", b"num_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FingerprintUse: _TypeAlias = FingerprintUse  # noqa: Y015
 
 @_typing.final
 class TenantUse(_message.Message):
@@ -567,12 +603,15 @@ class VerifyReport(_message.Message):
     TOTAL_BLOCKS_FIELD_NUMBER: _builtins.int
     BAD_FIELD_NUMBER: _builtins.int
     IS_LAST_FIELD_NUMBER: _builtins.int
+    NUM_UNREAD_FIELD_NUMBER: _builtins.int
     num_blocks: _builtins.int
     """So far. Unit: blocks."""
     total_blocks: _builtins.int
     """To do in all. Unit: blocks."""
     is_last: _builtins.bool
     """True once, at the end."""
+    num_unread: _builtins.int
+    """Set at the end: blocks of the object store behind that were not read. Unit: blocks."""
     @_builtins.property
     def bad(self) -> _containers.RepeatedCompositeFieldContainer[Global___BadBlock]:
         """Bad blocks found since the report before."""
@@ -584,10 +623,11 @@ class VerifyReport(_message.Message):
         total_blocks: _builtins.int = ...,
         bad: _abc.Iterable[Global___BadBlock] | None = ...,
         is_last: _builtins.bool = ...,
+        num_unread: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bad", b"bad", "is_last", b"is_last", "num_blocks", b"num_blocks", "total_blocks", b"total_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bad", b"bad", "is_last", b"is_last", "num_blocks", b"num_blocks", "num_unread", b"num_unread", "total_blocks", b"total_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

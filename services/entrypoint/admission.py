@@ -7,6 +7,7 @@ entrypoint is reached by more than one kind of caller.
 from __future__ import annotations
 
 import hashlib
+import math
 
 from proto.common_pb2 import ModelCard, Request, RetentionClass
 from services.chassis.block_keys import key_root
@@ -39,6 +40,11 @@ def check(request: Request, card: ModelCard) -> None:
         raise PromptTooLong(
             f"prompt has {prompt_tokens} tokens; this model takes at most {card.context_tokens - 1} and one of answer",
             field="prompt",
+        )
+    if not math.isfinite(request.deadline_unix_seconds):  # in the event loop's timers it would hold up everybody's
+        raise InvalidRequest(
+            f"deadline_unix_seconds is {request.deadline_unix_seconds}; it must be a finite number",
+            field="deadline_unix_seconds",
         )
     if not request.stop.max_tokens:
         raise InvalidRequest("max_tokens must be at least 1", field="max_tokens")

@@ -1,5 +1,6 @@
 """Which blocks does a stream of chunks carry?"""
 
+import math
 from dataclasses import dataclass, field
 
 from proto.kvstore_pb2 import BlockChunk
@@ -89,6 +90,12 @@ def check_name(value: str, name: str, *, max_bytes: int = MAX_NAME_BYTES) -> Non
     """Raise InvalidRequest for a name that is too long to be kept in memory by the thousand."""
     if len(value.encode()) > max_bytes:
         raise InvalidRequest(f"{name} has at most {max_bytes} bytes", field=name)
+
+
+def check_seconds(value: float, name: str) -> None:
+    """Raise InvalidRequest for a time that is none: in the event loop's timers a NaN would hold up everybody's."""
+    if not math.isfinite(value):
+        raise InvalidRequest(f"{name} is {value}; it must be a finite number of seconds", field=name)
 
 
 def check_key(value: bytes, name: str) -> None:

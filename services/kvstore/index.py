@@ -91,6 +91,7 @@ class BlockIndex:
         self._by_fingerprint: dict[bytes, dict[bytes, BlockLocation]] = {}
         self._by_segment: dict[int, dict[str, Share]] = {}
         self._num_blocks = 0
+        self.fingerprints: dict[bytes, Use] = {}
         self.tenants: dict[str, Use] = {}
         self.retentions: dict[int, Use] = {}
 
@@ -201,6 +202,10 @@ class BlockIndex:
         share = self._share(location)
         share.records.append(location)
         share.use.add(location)
+        model = self.fingerprints.get(location.fingerprint)
+        if model is None:
+            model = self.fingerprints[location.fingerprint] = Use()
+        model.add(location)
         owner = self.tenants.get(location.tenant)
         if owner is None:
             owner = self.tenants[location.tenant] = Use()
@@ -220,8 +225,9 @@ class BlockIndex:
 
     def _forget(self, blocks: dict[bytes, BlockLocation], location: BlockLocation) -> None:
         del blocks[location.key]
+        self.fingerprints[location.fingerprint].subtract(location)
         if not blocks:
-            del self._by_fingerprint[location.fingerprint]
+            del self._by_fingerprint[location.fingerprint], self.fingerprints[location.fingerprint]
         self._by_segment[location.segment][location.tenant].use.subtract(location)
         self.retentions[location.retention].subtract(location)
         owner = self.tenants[location.tenant]

@@ -21,6 +21,8 @@ class StoreCounts:
     hit_blocks: int = 0
     pending_blocks: int = 0
     read_blocks: int = 0
+    read_bytes: int = 0
+    short_reads: int = 0
     stored_blocks: int = 0
     duplicate_blocks: int = 0
     damaged_blocks: int = 0
@@ -34,7 +36,8 @@ class StoreCounts:
     """Blocks removed, by reason: ttl, capacity, quota, tenant (an operator's deletion)."""
     eligible_by_class: Counter[int] = field(default_factory=Counter)
     hit_by_class: Counter[int] = field(default_factory=Counter)
-    """Blocks asked for and found, by RetentionClass of the request."""
+    remote_hit_by_class: Counter[int] = field(default_factory=Counter)
+    """Blocks asked for, found here, and found behind only, by RetentionClass of the request."""
 
     @property
     def refused_blocks(self) -> int:

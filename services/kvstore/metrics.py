@@ -7,6 +7,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from services.kvstore.directory import CLASSES
+from services.kvstore.meters import StoreCounts
 from services.kvstore.store import Store
 
 BLOCK_TOKENS = 128
@@ -17,6 +18,8 @@ _COUNTERS = {
     "hit_blocks": "Keys that lookups found.",
     "pending_blocks": "Keys that lookups found to be on their way in.",
     "read_blocks": "Blocks read from disk and verified.",
+    "read_bytes": "Bytes of those: with read_seconds, the rate at which one read's runs come.",
+    "short_reads": "Reads that ended before their last block: missing, damaged, or not there in time.",
     "remote_blocks": "Blocks read from the object store and verified.",
     "stored_blocks": "Blocks written and published.",
     "duplicate_blocks": "Blocks written that were there already.",
@@ -43,9 +46,7 @@ class StoreCollector(Collector):
         yield CounterMetricFamily(f"{_PREFIX}_expired_leases", "Leases that no read ended.", value=leases.num_expired)
         yield _by("write_drops", "Blocks not stored.", "reason", counts.write_drops)
         yield _by("evictions", "Blocks removed: ttl, capacity, quota, tenant.", "reason", counts.evictions)
-        for name, blocks in (("eligible_tokens", counts.eligible_by_class), ("hit_tokens", counts.hit_by_class)):
-            tokens = {CLASSES[retention]: number * BLOCK_TOKENS for retention, number in blocks.items()}
-            yield _by(name, "Tokens that lookups asked for, or found, by the request's class.", "retention", tokens)
+        yield from _tokens(counts)
         for name, meaning, value in self._gauges():
             yield GaugeMetricFamily(f"{_PREFIX}_{name}", meaning, value=value)
         for histogram in self._store.meters.all():
@@ -69,6 +70,21 @@ class StoreCollector(Collector):
 def register(store: Store, registry: CollectorRegistry) -> None:
     """Show the store's counts on /metrics."""
     registry.register(StoreCollector(store))
+
+
+def _tokens(counts: StoreCounts) -> Iterable[Metric]:
+    """Yield what share of all that could have been found was, and in which tier."""
+    eligible = {CLASSES[retention]: number * BLOCK_TOKENS for retention, number in counts.eligible_by_class.items()}
+    yield _by("eligible_tokens", "Tokens that lookups asked for, by the request's class.", "retention", eligible)
+    hits = CounterMetricFamily(
+        f"{_PREFIX}_hit_tokens",
+        "Tokens that lookups found, by the request's class and by tier: on this disk, or in the object store only.",
+        labels=["retention", "tier"],
+    )
+    for tier, blocks in (("disk", counts.hit_by_class), ("objects", counts.remote_hit_by_class)):
+        for retention, number in sorted(blocks.items()):
+            hits.add_metric([CLASSES[retention], tier], number * BLOCK_TOKENS)
+    yield hits
 
 
 def _by(name: str, meaning: str, label: str, values: dict[str, int]) -> CounterMetricFamily:

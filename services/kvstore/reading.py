@@ -88,6 +88,7 @@ class BlockReader:
                     ahead.popleft()
                     for block in blocks:
                         if block is None:
+                            self._counts.short_reads += 1
                             return
                         yield block
                 elif not left:
@@ -98,6 +99,7 @@ class BlockReader:
                     num_asked += 1
                     away.extend(await self._ask_remote(fingerprint, list(left)))
                     if not away or num_asked > MAX_GAPS:
+                        self._counts.short_reads += 1
                         return
         finally:
             for _, task in ahead:
@@ -197,6 +199,7 @@ class BlockReader:
                 return [*blocks, None]
             blocks.append(one)
         self._counts.read_blocks += len(blocks)
+        self._counts.read_bytes += sum(one.stored_bytes for one in run)
         return blocks
 
     async def _read_remote(self, remote: RemoteLocation) -> list[StoredBlock | None]:

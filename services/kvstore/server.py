@@ -32,7 +32,7 @@ from proto.kvstore_pb2_grpc import KvstoreServicer, add_KvstoreServicer_to_serve
 from services.chassis.errors import DeadlinePassed, InvalidRequest, Overloaded
 from services.chassis.service import Service
 from services.kvstore.admission import CallLimit
-from services.kvstore.assembly import MAX_CHUNK_BYTES, BlockAssembly, check_key, check_name, held_bytes
+from services.kvstore.assembly import MAX_CHUNK_BYTES, BlockAssembly, check_key, check_name, check_seconds, held_bytes
 from services.kvstore.config import KvstoreSettings
 from services.kvstore.format import KEY_BYTES, TENANT_BYTES
 from services.kvstore.local_reads import LocalReads
@@ -86,6 +86,7 @@ class Servicer(KvstoreServicer):
     async def Lookup(self, request: LookupRequest, _context: object) -> LookupReply:
         keys = _checked_keys(request)
         check_name(request.request_id, "request_id")
+        check_seconds(request.lease_seconds, "lease_seconds")
         found = await self._store.find(
             request.fingerprint,
             keys,
@@ -102,10 +103,11 @@ class Servicer(KvstoreServicer):
 
     async def Read(self, request: ReadRequest, _context: object) -> AsyncIterator[BlockChunk]:
         keys = _checked_keys(request)
+        check_seconds(request.pending_seconds, "pending_seconds")
         reading = self._store.read(
             request.fingerprint,
             keys,
-            pending_seconds=bounded_wait(request.pending_seconds),
+            pending_seconds=max(0.0, min(request.pending_seconds, MAX_PENDING_SECONDS)),
             request_id=request.request_id,
         )
         with self._shedding(), self._reads.slot():
@@ -131,6 +133,7 @@ class Servicer(KvstoreServicer):
             raise InvalidRequest("a pin needs a session", field="session_id")
         check_name(request.session_id, "session_id")
         check_name(request.tenant, "tenant", max_bytes=TENANT_BYTES)
+        check_seconds(request.hold_seconds, "hold_seconds")
         num_pinned, expires_at = self._store.pin(
             request.tenant, request.session_id, request.fingerprint, keys, hold_seconds=request.hold_seconds
         )
@@ -158,7 +161,11 @@ class Servicer(KvstoreServicer):
                     for one in report.bad
                 ]
                 yield VerifyReport(
-                    num_blocks=report.num_blocks, total_blocks=report.total_blocks, bad=bad, is_last=report.is_last
+                    num_blocks=report.num_blocks,
+                    total_blocks=report.total_blocks,
+                    bad=bad,
+                    is_last=report.is_last,
+                    num_unread=report.num_unread,
                 )
 
     async def Evict(self, request: EvictRequest, _context: object) -> EvictReply:
@@ -206,11 +213,6 @@ class Servicer(KvstoreServicer):
                 return await self._store.write(block)
         finally:
             self._store.room.give_back(held_bytes(len(block.payload)))
-
-
-def bounded_wait(asked_seconds: float) -> float:
-    """Return how long to wait. A NaN waits for nothing: in the event loop's timers it would hold up everybody's."""
-    return min(asked_seconds, MAX_PENDING_SECONDS) if asked_seconds > 0 else 0.0
 
 
 async def build(service: Service) -> None:
@@ -290,7 +292,7 @@ def _checked_keys(request: LookupRequest | ReadRequest | PinRequest) -> list[byt
     check_key(request.fingerprint, "fingerprint")
     if len(request.block_keys) > MAX_KEYS:
         raise InvalidRequest(f"{len(request.block_keys)} block keys; at most {MAX_KEYS} a call", field="block_keys")
-    keys = list(request.block_keys)
+    keys = request.block_keys[:]  # a list, and sooner than list() makes one
     if set(map(len, keys)) - {KEY_BYTES}:
         raise InvalidRequest(f"a block key does not have {KEY_BYTES} bytes", field="block_keys")
     return keys

@@ -4,12 +4,13 @@ import math
 from typing import cast
 
 from proto.common_pb2 import RetentionClass
-from proto.kvstore_pb2 import KvstoreStats, RetentionUse, TenantUse
+from proto.kvstore_pb2 import FingerprintUse, KvstoreStats, RetentionUse, TenantUse
 from services.kvstore.directory import CLASSES
 from services.kvstore.index import Use
 from services.kvstore.store import Store
 
 MAX_TENANTS = 1000
+MAX_FINGERPRINTS = 1000
 
 
 def stats_of(store: Store) -> KvstoreStats:
@@ -17,6 +18,7 @@ def stats_of(store: Store) -> KvstoreStats:
     catalog, counts, remote = store.catalog, store.counts, store.reader.remote
     index, policy = catalog.index, catalog.policy
     largest = sorted(index.tenants.items(), key=lambda one: (-one[1].num_bytes, one[0]))[:MAX_TENANTS]
+    models = sorted(index.fingerprints.items(), key=lambda one: (-one[1].num_bytes, one[0]))[:MAX_FINGERPRINTS]
     return KvstoreStats(
         num_blocks=store.num_blocks,
         num_segments=store.num_segments,
@@ -44,4 +46,7 @@ def stats_of(store: Store) -> KvstoreStats:
         ],
         breaker="off" if remote is None else remote.breaker,
         num_remote_blocks=0 if remote is None else remote.num_blocks,
+        fingerprints=[
+            FingerprintUse(fingerprint=name, num_blocks=use.num_blocks, num_bytes=use.num_bytes) for name, use in models
+        ],
     )

@@ -181,7 +181,9 @@ class Store:
         num_blocks = len(hit.locations)
         num_pending = self._num_pending(fingerprint, keys, num_blocks)
         if self.reader.remote is not None and not num_pending and num_blocks < len(keys):
-            num_blocks += await self.reader.num_remote(fingerprint, keys[num_blocks:])
+            num_behind = await self.reader.num_remote(fingerprint, keys[num_blocks:])
+            self.counts.remote_hit_by_class[_known(retention)] += num_behind
+            num_blocks += num_behind
         self.counts.pending_blocks += num_pending
         return Found(num_blocks, num_pending, self.pending.lag_seconds if num_pending else 0.0, granted)
 

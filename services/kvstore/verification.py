@@ -38,6 +38,8 @@ class Report:
     bad: tuple[Bad, ...] = ()
     """Found since the report before."""
     is_last: bool = False
+    num_unread: int = 0
+    """At the end: blocks of the object store behind that were not read."""
 
 
 class Throttle:
@@ -78,7 +80,9 @@ class StoreVerification:
         async for report in self._remote():
             num_remote = report.num_blocks
             yield replace(report, num_blocks=done + num_remote, total_blocks=done + report.total_blocks)
-        yield Report(done + num_remote, done + num_remote, is_last=True)
+        remote = self._reader.remote
+        num_unread = max(0, remote.num_blocks - num_remote) if remote is not None else 0
+        yield Report(done + num_remote, done + num_remote, is_last=True, num_unread=num_unread)
 
     async def _local(self) -> AsyncIterator[Report]:
         total, done = len(self._catalog.index), 0

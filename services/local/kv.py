@@ -1,6 +1,7 @@
 """How does an operator look into the KV store, check it and clear it? `fathom kv`."""
 
 import asyncio
+import re
 import sys
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack
@@ -40,6 +41,10 @@ SECONDS = 30.0
 LONG_SECONDS = 24 * 3600.0
 """Verifying and evicting take as long as the disk takes."""
 MIB = 1 << 20
+FINGERPRINT_BYTES = 32
+"""Of a key too."""
+SHORT_DIGITS = 12
+"""How much of a fingerprint is shown, and is enough to name it."""
 BREAKER_WORDS = {"closed": "in use", "open": "away"}
 
 app = typer.Typer(help="Look into the KV store, check it, clear it (docs/kvstore_operations.md).", no_args_is_help=True)
@@ -49,7 +54,7 @@ Addresses = Annotated[
     typer.Option("--address", help="[name=]host:port of a store; without any, those of this directory."),
 ]
 Tenant = Annotated[str, typer.Option(help="Whose blocks; empty is for requests without keys.")]
-Fingerprint = Annotated[str, typer.Option(help="Model fingerprint, 64 hex digits.")]
+Fingerprint = Annotated[str, typer.Option(help="Model fingerprint, 64 hex digits, or as stats shows it.")]
 Keys = Annotated[list[str], typer.Argument(help="Block keys, 64 hex digits each, in the order of the prompt.")]
 Session = Annotated[str, typer.Argument(help="Names the session that the pins belong to.")]
 T = TypeVar("T")
@@ -57,7 +62,7 @@ T = TypeVar("T")
 
 @app.command()
 def stats(address: Addresses = None) -> None:
-    """Show what each store holds, by class and by tenant."""
+    """Show what each store holds, by class, by model fingerprint and by tenant."""
     console = Console(width=None if sys.stdout.isatty() else 160)
 
     async def ask(name: str, stub: "KvstoreAsyncStub") -> None:
@@ -108,10 +113,11 @@ def evict(
     is_narrow = tenant is not None or is_anonymous or bool(fingerprint) or bool(retention)
     if is_all == is_narrow:
         _fail("name what to remove with --tenant, --anonymous, --fingerprint, --retention, or with --all alone")
+    addresses = _running(address)
     request = EvictRequest(
         tenant=tenant or "",
         is_tenant_set=tenant is not None or is_anonymous,
-        fingerprint=_hex(fingerprint) if fingerprint else b"",
+        fingerprint=_fingerprint(fingerprint, addresses) if fingerprint else b"",
         retention=cast("RetentionClass.ValueType", CLASSES.index(retention) if retention else 0),
         is_all=is_all,
     )
@@ -120,7 +126,7 @@ def evict(
         reply = await stub.Evict(request, timeout=LONG_SECONDS)
         print(f"{name}: removed {_counted(reply.num_blocks, 'block')}, {reply.num_bytes / MIB:.1f} MiB of disk")
 
-    _with_each(_running(address), ask)
+    _with_each(addresses, ask)
 
 
 @app.command()
@@ -133,8 +139,10 @@ def pin(
     address: Addresses = None,
 ) -> None:
     """Keep all these blocks from eviction for a session, each on the store that it belongs to, or none of them."""
-    wanted = kvstore_pins.Session(session, tenant, _hex(fingerprint), [_hex(key) for key in keys], seconds)
-    pinned = _with_all(_running(address), lambda channels: kvstore_pins.pin(channels, wanted, seconds=SECONDS))
+    named = [_hex(key) for key in keys]
+    addresses = _running(address)
+    wanted = kvstore_pins.Session(session, tenant, _fingerprint(fingerprint, addresses), named, seconds)
+    pinned = _with_all(addresses, lambda channels: kvstore_pins.pin(channels, wanted, seconds=SECONDS))
     if pinned.first_missing is not None:
         _fail(f"nothing is pinned: its store does not have, or may not keep, {keys[pinned.first_missing]}")
     print(f"{_counted(pinned.num_pinned, 'block')} pinned")
@@ -157,14 +165,15 @@ def release(
 
 
 async def _verify_running(name: str, stub: "KvstoreAsyncStub", rate: int, remote_bytes: int) -> int:
-    num_bad = num_blocks = 0
+    num_bad = num_blocks = num_unread = 0
     request = VerifyRequest(max_bytes_per_second=rate, remote_bytes=remote_bytes)
     async for report in stub.Verify(request, timeout=LONG_SECONDS):
         for block in report.bad:
             _print_bad(name, block)
         num_bad += len(report.bad)
-        num_blocks = report.num_blocks
-    print(f"{name}: {_counted(num_blocks, 'block')} read, {num_bad} bad")
+        num_blocks, num_unread = report.num_blocks, report.num_unread
+    unread = f"; not read: {_counted(num_unread, 'block')} of the object store (--remote MIB)" if num_unread else ""
+    print(f"{name}: {_counted(num_blocks, 'block')} read, {num_bad} bad{unread}")
     return num_bad
 
 
@@ -216,6 +225,9 @@ def _uses(reply: KvstoreStats) -> Table:
         table.add_row(
             f"class {CLASSES[kind.retention]}" if kind.retention else "no class", str(kind.num_blocks), "", "", days
         )
+    for model in reply.fingerprints:
+        short = model.fingerprint.hex()[:SHORT_DIGITS]
+        table.add_row(f"fingerprint {short}", str(model.num_blocks), f"{model.num_bytes / MIB:.1f}", "", "")
     for one in reply.tenants:
         quota = f"{one.quota_bytes / MIB:.0f}" if one.quota_bytes else "-"
         name = f"tenant {one.tenant}" if one.tenant else "requests without keys"
@@ -276,12 +288,27 @@ def _folders() -> list[Path]:
     return folders
 
 
+def _fingerprint(text: str, addresses: dict[str, str]) -> bytes:
+    """Return the fingerprint with these hex digits, or the one stored fingerprint that begins with them."""
+    if len(text) >= 2 * FINGERPRINT_BYTES or not re.fullmatch(f"[0-9a-f]{{{SHORT_DIGITS},}}", text):
+        return _hex(text)
+
+    async def ask(_name: str, stub: "KvstoreAsyncStub") -> list[bytes]:
+        reply = await stub.GetStats(GetStatsRequest(), timeout=SECONDS)
+        return [one.fingerprint for one in reply.fingerprints if one.fingerprint.hex().startswith(text)]
+
+    found = {one for each in _with_each(addresses, ask) for one in each}
+    if len(found) != 1:
+        _fail(f"{_counted(len(found), 'stored fingerprint')} begin with {text}; give all 64 hex digits")
+    return found.pop()
+
+
 def _hex(text: str) -> bytes:
     try:
         value = bytes.fromhex(text)
     except ValueError:
         value = b""
-    if len(value) != 32:
+    if len(value) != FINGERPRINT_BYTES:
         _fail(f"{text!r} is not 64 hex digits")
     return value
 

@@ -42,6 +42,8 @@ def test_a_prompt_that_leaves_room_for_one_token_enters(tokens):
         ({"images": [ImageRef(num_tokens=1)]}, BadImage, "messages"),
         ({"prompt_token_ids": [1, 1002, 1001]}, InvalidRequest, "prompt"),
         ({"retention": 3}, InvalidRequest, "retention"),
+        ({"deadline_unix_seconds": float("nan")}, InvalidRequest, "deadline_unix_seconds"),
+        ({"deadline_unix_seconds": float("inf")}, InvalidRequest, "deadline_unix_seconds"),
     ],
 )
 def test_what_the_model_cannot_answer_names_the_field(changes, error, field):

@@ -193,7 +193,7 @@ async def test_a_class_of_a_newer_peer_counts_as_none(tmp_path: Path) -> None:
     async with kvstore(tmp_path) as stub:
         assert (2, 0) == await write(stub, chunks(0, retention=9), chunks(1, retention=RETENTION_CLASS_CHAT))
         assert 2 == (await stub.Lookup(wanted(range(2), retention=9), timeout=5)).num_blocks
-        assert 512 >= metrics(tmp_path)['hit_tokens_total{retention="any"}'] == 256
+        assert 512 >= metrics(tmp_path)['hit_tokens_total{retention="any",tier="disk"}'] == 256
         stats = await stub.GetStats(GetStatsRequest(), timeout=5)
     assert [1, 1, 0] == [one.num_blocks for one in sorted(stats.retentions, key=lambda one: one.retention)]
 
@@ -218,10 +218,11 @@ async def test_metrics_follow_the_page(tmp_path: Path) -> None:
 
     assert (512.0, 256.0) == (
         shown['eligible_tokens_total{retention="chat"}'],
-        shown['hit_tokens_total{retention="chat"}'],
+        shown['hit_tokens_total{retention="chat",tier="disk"}'],
     )
     assert 1.0 == shown['write_drops_total{reason="crc"}']
     assert (1.0, 2.0, 1.0) == tuple(
         shown[f"{name}_count"] for name in ("lookup_seconds", "publish_lag_seconds", "hit_age_seconds")
     )
+    assert (0.0, 0.0) == (shown["read_bytes_total"], shown["short_reads_total"])
     assert shown["physical_bytes"] >= shown["payload_bytes"] == 10_000

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from proto.kvstore_pb2 import LookupRequest, PinRequest
+from proto.kvstore_pb2 import LookupRequest, PinRequest, ReadRequest
 from services.chassis.errors import InvalidRequest, Overloaded
 from services.kvstore.assembly import held_bytes
 from services.kvstore.catalog import Catalog
@@ -18,7 +18,6 @@ from services.kvstore.log import SegmentSize
 from services.kvstore.manifests import DELETION_SECONDS
 from services.kvstore.object_store import AdmittingTier
 from services.kvstore.retention import CHAT, RetentionPolicy
-from services.kvstore.server import MAX_PENDING_SECONDS, bounded_wait
 from services.kvstore.store import MAX_WAITING_BYTES
 from services.kvstore.tests.blocks import FINGERPRINT, block, key, open_store, read_all
 from services.kvstore.tests.objects import Bucket, Engine, sealed_segment, uploading
@@ -43,14 +42,17 @@ def test_a_block_whose_time_is_over_gives_way_to_a_new_one(tmp_path: Path) -> No
     assert 1 == catalog.index.tenants[""].num_blocks
 
 
-@pytest.mark.parametrize(
-    ("asked", "expected"),
-    [(math.nan, 0.0), (-1.0, 0.0), (math.inf, MAX_PENDING_SECONDS), (1e308, MAX_PENDING_SECONDS), (0.5, 0.5)],
-    ids=["nan", "negative", "infinite", "huge", "usual"],
-)
-def test_waits_are_finite_whatever_is_asked(asked: float, expected: float) -> None:
+@pytest.mark.parametrize("asked", [math.nan, math.inf, -math.inf], ids=["nan", "infinite", "minus-infinite"])
+async def test_times_that_are_none_are_refused_by_name(tmp_path: Path, asked: float) -> None:
     """A NaN among the event loop's timers would put all of them out of order."""
-    assert expected == bounded_wait(asked)
+    what: dict[str, Any] = {"block_keys": [key(0)], "fingerprint": FINGERPRINT}
+    async with kvstore(tmp_path) as stub:
+        with pytest.raises(InvalidRequest, match="lease_seconds"):
+            await stub.Lookup(LookupRequest(request_id="r", lease_seconds=asked, **what), timeout=5)
+        with pytest.raises(InvalidRequest, match="pending_seconds"):
+            await anext(aiter(stub.Read(ReadRequest(pending_seconds=asked, **what), timeout=5)))
+        with pytest.raises(InvalidRequest, match="hold_seconds"):
+            await stub.Pin(PinRequest(session_id="s", hold_seconds=asked, **what), timeout=5)
 
 
 async def test_names_that_are_kept_are_short(tmp_path: Path) -> None:

@@ -60,6 +60,7 @@ def test_the_index_behaves_like_a_dictionary_of_first_writers(steps: list[tuple[
                 del model[one]
         assert len(model) == len(index)
         assert used(model.values(), "tenant") == index.tenants
+        assert used(model.values(), "fingerprint") == index.fingerprints
         assert used(model.values(), "retention") == {
             kind: use for kind, use in index.retentions.items() if use != Use()
         }

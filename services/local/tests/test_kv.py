@@ -74,6 +74,8 @@ def test_a_running_store_is_shown_checked_and_cleared(served: tuple[Path, str]) 
     assert 0 == code
     assert "4 blocks in 1 segment;" in shown
     assert "tenant acme" in shown
+    short = FINGERPRINT.hex()[: kv.SHORT_DIGITS]
+    assert f"fingerprint {short}" in shown
     keys = [key(n).hex() for n in range(5)]
     pin = ("--fingerprint", FINGERPRINT.hex(), "--tenant", "acme", *at)
     for arguments, code, expected in (
@@ -86,6 +88,11 @@ def test_a_running_store_is_shown_checked_and_cleared(served: tuple[Path, str]) 
         (("release", "s", "--tenant", "acme", "--key", keys[0], *at), 0, "released 1 block"),
         (("release", "s", "--tenant", "acme", *at), 0, "released 3 blocks"),
         (("verify", *at), 0, f"{address}: 4 blocks read, 0 bad"),
+        (
+            ("evict", "--fingerprint", "0" * kv.SHORT_DIGITS, *at),
+            1,
+            f"fathom: 0 stored fingerprints begin with {'0' * kv.SHORT_DIGITS}; give all 64 hex digits",
+        ),
     ):
         # The service of this test logs to the same output.
         found, shown = fathom(*arguments)
@@ -94,7 +101,7 @@ def test_a_running_store_is_shown_checked_and_cleared(served: tuple[Path, str]) 
     assert 1 == fathom("verify", "--path", str(folder))[0]
     flip(segments(folder)[0], 5000)
     assert 3 == fathom("verify", *at)[0]
-    code, shown = fathom("evict", "--tenant", "acme", *at)
+    code, shown = fathom("evict", "--tenant", "acme", "--fingerprint", short, *at)
     assert 0 == code
     assert f"{address}: removed 3 blocks" in shown
     assert [] == segments(folder)

@@ -23,7 +23,7 @@ from services.chassis.handoff_lane import (
 from services.prefill.sending import Sender, Way
 from services.prefill.tests.rig import BLOCK, kinds, prefill_replica, request
 
-BLOCK_BYTES, WINDOW_BYTES, NUM_BLOCKS = 3 << 20, 1 << 20, 4
+BLOCK_BYTES, WINDOW_BYTES, NUM_BLOCKS = handoff_lane.RUN_BYTES * 3 // 4, 1 << 20, 4  # each block is a run
 TICKET = Ticket(epoch=7, nonce=b"n" * 16)
 
 
@@ -104,7 +104,7 @@ def test_runs_that_travel_arrive_in_order_and_are_summed():
     way = travelling(receiver)
     assert expected_checksums() == sender(way, Device()).send(time.time() + 10)
     receiver.join(5)
-    blocks = [(False, n, 1, bytes([n + 3]) * 3) for n in range(NUM_BLOCKS)]
+    blocks = [(False, n, 1, bytes([n + 3]) * (BLOCK_BYTES >> 20)) for n in range(NUM_BLOCKS)]
 
     assert [*blocks, (True, 0, 0, b"w")] == receiver.runs
     assert (7, b"n" * 16, False) == (receiver.hello.epoch, receiver.hello.nonce, receiver.hello.shares_file)
