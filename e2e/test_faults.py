@@ -84,8 +84,9 @@ async def stored(shared_suite, kept_ids, damaged_ids):
         stats = await shared_suite.kvstore_stats()
         block_bytes = stats.disk_bytes // stats.num_blocks
         segment = max(Path(shared_suite.folder, ".fathom", "kv").rglob("*.seg"), key=os.path.getmtime)
-        places = [segment.stat().st_size - back for back in (block_bytes // 2, block_bytes + block_bytes // 2)]
         await shared_suite.restart("kvstore-0", signal.SIGKILL)
+        # Only now does the file end with its records: room made ahead was cut off.
+        places = [segment.stat().st_size - back for back in (block_bytes // 2, block_bytes + block_bytes // 2)]
         await shared_suite.restart("prefill-0")
         await until_served(client)
     return *answers, segment, places
