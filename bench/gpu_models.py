@@ -72,5 +72,5 @@ class RandomModel:
             invariant=invariant,
         )
         for index in range(self.config.num_layers):
-            model._cache.layer(index).normal_()  # noqa: SLF001 - a past that nobody computed
+            model.cache.layer(index).normal_()  # a past that nobody computed
         return executor

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 import torch
@@ -12,12 +11,12 @@ from kernels.batch import Batch
 from kernels.kv.layout import KvLayout
 from kernels.kv.window import WindowSpec
 from kernels.models.config import ModelNotSupported
+from kernels.models.doors import WindowDoor
 from kernels.models.model import Dtype, Progress
 from kernels.models.v41.cache import V41Cache
-from kernels.models.v41.checkpoint import Checkpoint
 from kernels.models.v41.config import V41Config, read_v41_config
-from kernels.models.v41.engram import read_compressed_ids
-from kernels.models.v41.layout import compressor_ring_tokens, v41_layout, window_spec
+from kernels.models.v41.folder import V41Folder
+from kernels.models.v41.layout import compressor_ring_tokens, window_spec
 from kernels.models.v41.plan import V41Planner
 from kernels.models.v41.slots import WindowSlots
 from kernels.models.v41.step import Step, Watch
@@ -34,7 +33,7 @@ NUMERICS = {"fp32": KVQ, "bf16": QUANT}
 """Setting -> where values are rounded. Products sum in fp32 in both: fp8, fp4 and bf16 weights are exact there."""
 
 
-class DeepseekV41:
+class DeepseekV41(WindowDoor):
     """The language model with its caches."""
 
     def __init__(self, weights: V41Weights, layout: KvLayout, *, num_blocks: int, num_windows: int) -> None:
@@ -95,32 +94,9 @@ class DeepseekV41:
         x = step.seen("embedding", self.weights.numerics.bf16(x))
         return x.unsqueeze(1).repeat(1, STREAMS, 1), first_pre(len(x), x.device)
 
-    def read_block(self, block_id: int) -> bytes:
-        return self.cache.read_block(block_id)
 
-    def copy_block(self, block_id: int, place: memoryview) -> None:
-        self.cache.copy_block(block_id, place)
-
-    def write_block(self, block_id: int, payload: bytes | bytearray | memoryview) -> None:
-        self.cache.write_block(block_id, payload)
-
-    def take_block(self, block_id: int, payload: bytes | bytearray | memoryview) -> int:
-        return self.cache.take_block(block_id, payload)
-
-    def read_window(self, slot: int, *, encoder_only: bool) -> bytes:
-        return self.cache.read_window(slot, encoder_only=encoder_only)
-
-    def write_window(self, slot: int, payload: bytes | bytearray | memoryview) -> None:
-        self.cache.write_window(slot, payload)
-        self._slots.restored(slot, len(payload))
-
-    def reset_window(self, slot: int) -> None:
-        self.cache.reset_window(slot)
-        self._slots.reset(slot)
-
-
-class OpenedV41:
-    """A V4.1 folder whose config was read and whose tensors were checked."""
+class OpenedV41(V41Folder):
+    """A V4.1 folder for the model of torch operations."""
 
     def __init__(
         self,
@@ -132,19 +108,9 @@ class OpenedV41:
         progress: Progress,
     ) -> None:
         """Raises ModelNotSupported, BadWeights, or ValueError for a setting that cannot be."""
-        self._config = config = read_v41_config(model_dir)
-        if block_tokens not in {None, config.block_tokens}:
-            raise ValueError(f"block_tokens {block_tokens}: this model's blocks have {config.block_tokens} tokens")
+        config = read_v41_config(model_dir)
+        super().__init__(model_dir, config, numerics=numerics, block_tokens=block_tokens, progress=progress)
         self._numerics, self._device = numerics, device
-        self._compressed_ids = read_compressed_ids(model_dir, config.engram)
-        self.layout = v41_layout(config, numerics)
-        self.window: WindowSpec | None = window_spec(config, self.layout)
-        self._checkpoint = Checkpoint(model_dir, config, progress)
-
-    def weights_digest(self) -> bytes:
-        """The tokenizer counts as a weight: n-gram rows are found by how its tokens read."""
-        ids = hashlib.sha256(self._compressed_ids.numpy().tobytes()).digest()
-        return hashlib.sha256(b"fathom.v41.weights.1" + self._checkpoint.digest() + ids).digest()
 
     def fitting_blocks(self) -> int:
         return 0

@@ -13,6 +13,7 @@ from kernels.kv.cache import KvCache
 from kernels.kv.layout import KvLayout
 from kernels.kv.window import WindowSpec
 from kernels.models.config import ModelConfig, read_config
+from kernels.models.doors import BlockOnlyDoor
 from kernels.models.llama import Llama
 from kernels.models.model import Dtype, Progress
 from kernels.models.step import StepPlanner
@@ -26,7 +27,7 @@ _RECIPE = "dense-1"
 DEFAULT_BLOCK_TOKENS = 128
 
 
-class DenseModel:
+class DenseModel(BlockOnlyDoor):
     """One dense decoder with its blocks."""
 
     window: WindowSpec | None = None
@@ -41,7 +42,7 @@ class DenseModel:
         )
         self._model = model
         self._scratch = Scratch(device)
-        self._cache = KvCache(layout, num_blocks, device)
+        self.cache = KvCache(layout, num_blocks, device)
         self._planner = StepPlanner(
             layout,
             tiles=model.tiles,
@@ -66,29 +67,7 @@ class DenseModel:
 
     def forward(self, batch: Batch, *, every_row: bool) -> Tensor:
         plan = self._planner.plan(batch, every_row=every_row)
-        return self._model.forward(plan, self._cache, self._attention, self._scratch)
-
-    def read_block(self, block_id: int) -> bytes:
-        return self._cache.read_block(block_id)
-
-    def copy_block(self, block_id: int, place: memoryview) -> None:
-        self._cache.copy_block(block_id, place)
-
-    def write_block(self, block_id: int, payload: bytes | bytearray | memoryview) -> None:
-        self._cache.write_block(block_id, payload)
-
-    def take_block(self, block_id: int, payload: bytes | bytearray | memoryview) -> int:
-        return self._cache.take_block(block_id, payload)
-
-    def read_window(self, slot: int, *, encoder_only: bool) -> bytes:  # noqa: ARG002 - there is nothing in either
-        return b""
-
-    def write_window(self, slot: int, payload: bytes | bytearray | memoryview) -> None:  # noqa: ARG002 - no slots
-        if payload:
-            raise ValueError(f"a window of this model has 0 bytes, the payload {len(payload)}")
-
-    def reset_window(self, slot: int) -> None:
-        """Nothing to forget."""
+        return self._model.forward(plan, self.cache, self._attention, self._scratch)
 
 
 class OpenedDense:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from kernels.batch import PENDING, Batch, Row, Sampled
@@ -70,10 +71,8 @@ def draw_rows(batch: Batch, logits: Tensor) -> tuple[Sampled, ...]:
 
     logits: [wanted tokens, vocab_size] fp32, row by row.
     """
-    rows = [row for row in batch.rows if row.sampling]
+    rows, logits = to_draw(batch, logits)
     draws = [_draw(row) for row in rows]
-    if len(rows) < len(logits):  # some rows score their tokens
-        logits = logits[[span[-1] for row, span in spans(batch) if row.sampling]]
     problems: dict[int, str] = {}
     try:
         choices = sample(logits, draws)
@@ -90,6 +89,15 @@ def draw_rows(batch: Batch, logits: Tensor) -> tuple[Sampled, ...]:
             choice = next(remaining)
             sampled.append(Sampled(row.sequence, choice.token_id, choice.logprob, choice.top))
     return tuple(sampled)
+
+
+def to_draw(batch: Batch, logits: Tensor) -> tuple[list[Row], Tensor]:
+    """Return the rows that want a token, and their logits of all that a step computed.  logits: as above."""
+    rows = [row for row in batch.rows if row.sampling is not None]
+    if len(rows) < len(logits):  # some rows score their tokens
+        places = [span[-1] for row, span in spans(batch) if row.sampling is not None]
+        logits = logits[torch.tensor(places, dtype=torch.int64, device=logits.device)]
+    return rows, logits
 
 
 def spans(batch: Batch) -> Iterator[tuple[Row, range]]:

@@ -35,33 +35,25 @@ def open_model(
     Raises ModelNotSupported, BadWeights, or ValueError for a setting that cannot be.
     """
     config = model_dir / "config.json"
-    if config.is_file() and is_v41(read_json(config)):
-        if _has_gpu_kernels(device, dtype):
-            from kernels.models.gpu.v41.opened import OpenedGpuV41  # needs Triton
-
-            return OpenedGpuV41(
-                model_dir,
-                block_tokens=block_tokens,
-                device=device,
-                invariant=invariant,
-                progress=progress,
-                step_tokens=step_tokens,
-            )
-        return OpenedV41(
-            model_dir, numerics=numerics_of(dtype), block_tokens=block_tokens, device=device, progress=progress
-        )
-    if replay != "off":
+    has_windows = config.is_file() and is_v41(read_json(config))
+    if replay != "off" and not has_windows:
         raise ModelNotSupported(f"replay {replay!r} rebuilds sliding windows; this model has none: leave it off")
     if _has_gpu_kernels(device, dtype):
-        from kernels.models.gpu.dense import OpenedGpuDense  # needs Triton
+        from kernels.models.gpu.dense import OpenedGpuDense  # both need Triton
+        from kernels.models.gpu.v41.opened import OpenedGpuV41
 
-        return OpenedGpuDense(
+        kind = OpenedGpuV41 if has_windows else OpenedGpuDense
+        return kind(
             model_dir,
             block_tokens=block_tokens,
             device=device,
             invariant=invariant,
             progress=progress,
             step_tokens=step_tokens,
+        )
+    if has_windows:
+        return OpenedV41(
+            model_dir, numerics=numerics_of(dtype), block_tokens=block_tokens, device=device, progress=progress
         )
     return OpenedDense(model_dir, dtype=dtype, block_tokens=block_tokens, device=device, progress=progress)
 

@@ -86,7 +86,7 @@ class Model(Protocol):
         """ValueError for another size than layout.block_bytes, or for the null block."""
 
     def take_block(self, block_id: int, payload: bytes | bytearray | memoryview) -> int:
-        """As `write_block`, from memory that others may write meanwhile: the CRC-32 of what the block holds now."""
+        """As `write_block`, from memory that others may write meanwhile: the XXH3 of what the block holds now."""
 
     def read_window(self, slot: int, *, encoder_only: bool) -> bytes:
         """A state as layout.window_streams describes it, or its encoder part."""

@@ -18,6 +18,7 @@ from kernels.kv.layout import KvLayout
 from kernels.kv.window import WindowSpec
 from kernels.memory_plan import STEP_TOKENS, MemoryPlan, plan_blocks
 from kernels.models.config import ModelConfig, read_config
+from kernels.models.doors import BlockOnlyDoor
 from kernels.models.gpu.draws import Draw, Drawer
 from kernels.models.gpu.forward import Stack, Tokens
 from kernels.models.gpu.graphs import SIZES, DecodeGraphs
@@ -25,6 +26,7 @@ from kernels.models.gpu.memory import as_planned, dense_need, free_bytes, reserv
 from kernels.models.gpu.staging import Staging
 from kernels.models.gpu.tables import TableRows
 from kernels.models.gpu.weights import GpuWeights, check_supported, heads_of, load_weights
+from kernels.models.host_draws import to_draw
 from kernels.models.llama import check_tensors
 from kernels.models.model import BadBatch, Progress
 from kernels.models.weights import Weights, open_weights
@@ -40,7 +42,7 @@ MOST_SEQUENCES = 1024
 _PROBE_TOKENS = 40
 
 
-class GpuDense:
+class GpuDense(BlockOnlyDoor):
     """One dense decoder with its blocks on a GPU (or, for tests, on the CPU through the kernels' twins)."""
 
     window: WindowSpec | None = None
@@ -62,7 +64,7 @@ class GpuDense:
         self.layout = layout
         self._device = device
         self._invariant = invariant
-        self._cache = KvCache(layout, num_blocks, device)
+        self.cache = KvCache(layout, num_blocks, device)
         self._rows = TableRows(
             num_rows=MOST_SEQUENCES + 1,
             num_blocks=num_blocks,
@@ -74,7 +76,7 @@ class GpuDense:
         self._tables = torch.zeros(shape, dtype=torch.int32, device=device)
         self._drawer = Drawer(config.vocab_size, MOST_SEQUENCES, device)
         self._heads = heads_of(config)
-        paging = [Paging(self._cache.layer(index), self._tables) for index in range(config.num_layers)]
+        paging = [Paging(self.cache.layer(index), self._tables) for index in range(config.num_layers)]
         self._stack = Stack(config, weights, paging, invariant=invariant)
         self._staging = Staging(device, 1 << 20)
         self._decode = DecodeGraphs(
@@ -110,40 +112,11 @@ class GpuDense:
             return self._stack.forward(self._lay_out(rows, token_ids, lines, changes, every_row=every_row))
 
     def draw(self, batch: Batch, logits: Tensor) -> Draw:
-        rows, places, start = [], [], 0
-        for row in batch.rows:
-            start += len(row.wanted())
-            if row.sampling is not None:
-                rows.append(row)
-                places.append(start - 1)
-        if len(rows) < len(logits):  # some rows score their tokens
-            logits = logits[torch.tensor(places, dtype=torch.int64, device=logits.device)]
+        rows, logits = to_draw(batch, logits)
         padded = self._decode.padded
         is_decode = padded is not None and padded.data_ptr() == logits.data_ptr()
         with named("draw"):
             return self._drawer.draw(rows, logits, padded if is_decode else None)
-
-    def read_block(self, block_id: int) -> bytes:
-        return self._cache.read_block(block_id)
-
-    def copy_block(self, block_id: int, place: memoryview) -> None:
-        self._cache.copy_block(block_id, place)
-
-    def write_block(self, block_id: int, payload: bytes | bytearray | memoryview) -> None:
-        self._cache.write_block(block_id, payload)
-
-    def take_block(self, block_id: int, payload: bytes | bytearray | memoryview) -> int:
-        return self._cache.take_block(block_id, payload)
-
-    def read_window(self, slot: int, *, encoder_only: bool) -> bytes:  # noqa: ARG002 - there is nothing in either
-        return b""
-
-    def write_window(self, slot: int, payload: bytes | bytearray | memoryview) -> None:  # noqa: ARG002 - no slots
-        if payload:
-            raise ValueError(f"a window of this model has 0 bytes, the payload {len(payload)}")
-
-    def reset_window(self, slot: int) -> None:
-        """Nothing to forget."""
 
     def _known(self, row: Row) -> Sequence[int]:
         """The row's tokens, one to come named as `fill_tokens` wants it."""
@@ -161,7 +134,7 @@ class GpuDense:
             end = row.position + len(row.token_ids)
             last = (end - 1) // size
             if end % size and last * size >= row.position:
-                self._cache.begin((row.block_table[last],))
+                self.cache.begin((row.block_table[last],))
 
     def _lay_out(
         self,
@@ -213,7 +186,7 @@ class GpuDense:
         ids = [(index * 7919 + 17) % self.info.vocab_size for index in range(tokens + 1)]
         chunk = self.forward(Batch((Row(-1, ids[:-1], 0, (1,)),)), every_row=True).cpu()
         single = self.forward(Batch((Row(-1, ids[-1:], tokens, (1,)),)), every_row=True).cpu()
-        self._cache.begin((1,))
+        self.cache.begin((1,))
         return hashlib.sha256(chunk.numpy().tobytes() + single.numpy().tobytes()).hexdigest()[:16]
 
 

@@ -49,12 +49,6 @@ class Device:
         place[:] = b"w" * WINDOW_BYTES
         self._answer(then)
 
-    async def copy(self, blocks, places):
-        raise NotImplementedError
-
-    async def copy_window(self, place):
-        raise NotImplementedError
-
     def _answer(self, then):
         if not self.is_stuck:
             threading.Thread(target=then, args=(self.error,)).start()

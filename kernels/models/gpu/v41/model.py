@@ -13,6 +13,7 @@ from torch import Tensor
 from kernels.batch import PENDING, Batch, Row
 from kernels.kv.layout import KvLayout
 from kernels.kv.window import WindowSpec
+from kernels.models.doors import WindowDoor
 from kernels.models.gpu.draws import Draw, Drawer
 from kernels.models.gpu.staging import Staging
 from kernels.models.gpu.tables import TableRows
@@ -22,6 +23,7 @@ from kernels.models.gpu.v41.records import Records
 from kernels.models.gpu.v41.stack import Stack
 from kernels.models.gpu.v41.tokens import Laid, Layouter, Told, Turns
 from kernels.models.gpu.v41.weights import GpuV41Weights
+from kernels.models.host_draws import to_draw
 from kernels.models.model import BadBatch
 from kernels.models.v41.cache import V41Cache
 from kernels.models.v41.config import V41Config
@@ -38,7 +40,7 @@ MOST_SEQUENCES = 1024
 _PROBE_TOKENS = 40
 
 
-class GpuV41:
+class GpuV41(WindowDoor):
     """The language model with its caches on a GPU (or, for tests, on the CPU through the kernels' twins)."""
 
     def __init__(
@@ -108,40 +110,10 @@ class GpuV41:
         return self._lay(self._plan(batch.rows, every_row=True))
 
     def draw(self, batch: Batch, logits: Tensor) -> Draw:
-        rows, places, start = [], [], 0
-        for row in batch.rows:
-            start += len(row.wanted())
-            if row.sampling is not None:
-                rows.append(row)
-                places.append(start - 1)
-        if len(rows) < len(logits):  # some rows score their tokens
-            logits = logits[torch.tensor(places, dtype=torch.int64, device=logits.device)]
+        rows, logits = to_draw(batch, logits)
         padded = self._graphs.padded
         is_captured = padded is not None and padded.data_ptr() == logits.data_ptr()
         return self._drawer.draw(rows, logits, padded if is_captured else None)
-
-    def read_block(self, block_id: int) -> bytes:
-        return self.cache.read_block(block_id)
-
-    def copy_block(self, block_id: int, place: memoryview) -> None:
-        self.cache.copy_block(block_id, place)
-
-    def write_block(self, block_id: int, payload: bytes | bytearray | memoryview) -> None:
-        self.cache.write_block(block_id, payload)
-
-    def take_block(self, block_id: int, payload: bytes | bytearray | memoryview) -> int:
-        return self.cache.take_block(block_id, payload)
-
-    def read_window(self, slot: int, *, encoder_only: bool) -> bytes:
-        return self.cache.read_window(slot, encoder_only=encoder_only)
-
-    def write_window(self, slot: int, payload: bytes | bytearray | memoryview) -> None:
-        self.cache.write_window(slot, payload)
-        self._slots.restored(slot, len(payload))
-
-    def reset_window(self, slot: int) -> None:
-        self.cache.reset_window(slot)
-        self._slots.reset(slot)
 
     def _known(self, row: Row) -> Sequence[int]:
         """The row's tokens, one to come named by where it will be."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 import torch
 
-from kernels.kv.window import WindowSpec
 from kernels.memory_plan import STEP_TOKENS, MemoryPlan
 from kernels.models.config import ModelNotSupported
 from kernels.models.gpu.memory import as_planned, free_bytes, reserve
@@ -16,10 +14,8 @@ from kernels.models.gpu.v41.memory import choose_experts, v41_need
 from kernels.models.gpu.v41.model import MOST_SEQUENCES, GpuV41
 from kernels.models.gpu.v41.weights import ExpertFormat, Loader
 from kernels.models.model import Progress
-from kernels.models.v41.checkpoint import Checkpoint
 from kernels.models.v41.config import V41Config, read_v41_config
-from kernels.models.v41.engram import read_compressed_ids
-from kernels.models.v41.layout import v41_layout, window_spec
+from kernels.models.v41.folder import V41Folder
 from kernels.ops.gpu_grouped import DEPTH
 from kernels.ops.gpu_index import CANDIDATES, ENTRIES
 from kernels.ops.numerics import QUANT
@@ -29,8 +25,8 @@ _PLANNED_WINDOWS = 257
 _LEAST_HEAD = 64
 
 
-class OpenedGpuV41:
-    """A V4.1 folder whose config was read and whose tensors were checked, for a GPU."""
+class OpenedGpuV41(V41Folder):
+    """A V4.1 folder for the model of GPU kernels."""
 
     def __init__(
         self,
@@ -46,21 +42,11 @@ class OpenedGpuV41:
 
         Raises ModelNotSupported, BadWeights, or ValueError for a setting that cannot be.
         """
-        self._config = config = read_v41_config(model_dir)
+        config = read_v41_config(model_dir)
         check_supported(config)
-        if block_tokens not in {None, config.block_tokens}:
-            raise ValueError(f"block_tokens {block_tokens}: this model's blocks have {config.block_tokens} tokens")
+        super().__init__(model_dir, config, numerics=QUANT, block_tokens=block_tokens, progress=progress)
         self._device, self._progress, self._is_invariant = device, progress, invariant
         self._step_tokens = step_tokens
-        self._compressed_ids = read_compressed_ids(model_dir, config.engram)
-        self.layout = v41_layout(config, QUANT)
-        self.window: WindowSpec | None = window_spec(config, self.layout)
-        self._checkpoint = Checkpoint(model_dir, config, progress)
-
-    def weights_digest(self) -> bytes:
-        """As of the same folder on a CPU: the recipe tells them apart."""
-        ids = hashlib.sha256(self._compressed_ids.numpy().tobytes()).digest()
-        return hashlib.sha256(b"fathom.v41.weights.1" + self._checkpoint.digest() + ids).digest()
 
     def fitting_blocks(self) -> int:
         if self._device.type != "cuda":
