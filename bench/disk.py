@@ -10,30 +10,39 @@ from pathlib import Path
 MEBIBYTE = 1 << 20
 
 
-def fio_rate(folder: Path, direction: str, *, block_bytes: int, depth: int, total_bytes: int) -> float | None:
-    """Return fio's MiB/s past the page cache in that folder; None where fio is not installed.
+def fio_write_rate(folder: Path, *, block_bytes: int, depth: int, total_bytes: int) -> float | None:
+    """Return fio's MiB/s past the page cache in that folder, an fsync at the end included; None without fio.
 
-    direction: "read" or "write"; writes end with an fsync. The file is made, used and removed.
+    The file is made and removed.
     """
+    path = folder / "yardstick"
+    size = total_bytes // block_bytes * block_bytes
+    try:
+        return _rate(path, "write", block_bytes=block_bytes, depth=depth, size=str(size), end_fsync="1")
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def fio_read_rate(path: Path, *, block_bytes: int, depth: int) -> float | None:
+    """Return fio's MiB/s past the page cache over a file that is there; None without fio."""
+    size = path.stat().st_size // block_bytes * block_bytes
+    return _rate(path, "read", block_bytes=block_bytes, depth=depth, size=str(size), allow_file_create="0")
+
+
+def _rate(path: Path, direction: str, *, block_bytes: int, depth: int, **more: str) -> float | None:
     if shutil.which("fio") is None:
         return None
-    size = total_bytes // block_bytes * block_bytes
     words = {
         "name": "yardstick",
-        "directory": str(folder),
-        "size": str(size),
+        "filename": str(path),
         "bs": str(block_bytes),
         "iodepth": str(depth),
         "ioengine": "libaio",
         "direct": "1",
         "rw": direction,
-        "end_fsync": "1" if direction == "write" else "0",
         "output-format": "json",
+        **more,
     }
     command = ["fio", *(f"--{name}={value}" for name, value in words.items())]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    finally:
-        for path in folder.glob("yardstick.*"):
-            path.unlink()
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     return float(json.loads(done.stdout)["jobs"][0][direction]["bw_bytes"]) / MEBIBYTE

@@ -2,8 +2,9 @@
 
 Two processes with real engines, caches and handoffs on one machine; the model is small, its blocks are as large as the
 default model's. Each figure is printed with its yardstick from the same run: half a plain copy's rate for shared memory
-(the bytes are copied once on each side), a blocking socket for TCP and gRPC. Rates are the best of all rounds on both
-sides, for whatever else runs on a machine only ever slows them down; the ratio of the medians is printed too.
+(the bytes are copied once on each side), a blocking socket for TCP and gRPC, where "grpc" is `Push` alone, without the
+socket beside it. Rates are the best of all rounds on both sides, for whatever else runs on a machine only ever slows
+them down; the ratio of the medians is printed too, and the median of the ratios of neighbours, of which both suffer.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from services.chassis.block_keys import block_keys
 from services.chassis.channel import open_channel
 from services.chassis.engine_thread import EngineThread
 from services.chassis.handoff import StagingFolder
+from services.chassis.memory import keep_freed_memory
 from services.chassis.testing import serve
 from services.decode.lanes import Lanes
 from services.decode.metrics import DecodeMetrics
@@ -79,6 +81,7 @@ SETTLE_SECONDS = 0.4
 
 def main() -> None:
     """Print one JSON line per figure."""
+    keep_freed_memory()  # as each service does when it starts
     if sys.argv[1:2] == ["decode"]:
         asyncio.run(_decode(Path(sys.argv[2]), sys.argv[3]))
         return
@@ -123,6 +126,7 @@ async def _handoffs(folder: Path, backend: str) -> None:
         yardstick_mebibytes_per_second=yardstick,
         ratio=rate / yardstick,
         median_ratio=statistics.median(rates) / statistics.median(yardsticks),
+        paired_ratio=statistics.median(mine / theirs for mine, theirs in zip(rates, yardsticks, strict=True)),
         mebibytes=NUM_BLOCKS * 3,
         rounds=len(rates),
     )

@@ -1,7 +1,8 @@
 """How fast is the KV store beside the disk it is on and an empty RPC? `python -m bench.kvstore`, about a minute.
 
 Every figure is printed with its yardstick from the same run: fio at the same block size and queue depth, past the page
-cache like the store itself (apt-get install fio). The gRPC rows use a real `python -m services.kvstore` on loopback,
+cache like the store itself (apt-get install fio), right before and after each round; it reads the store's own file, for
+one place of a disk is not as fast as another. The gRPC rows use a real `python -m services.kvstore` on loopback,
 and for lookups a server that is grpc.aio alone.
 """
 
@@ -17,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,13 +26,14 @@ from grpc import aio
 from isal.isal_zlib import crc32
 
 from bench import bare_server
-from bench.disk import MEBIBYTE, fio_rate
+from bench.disk import MEBIBYTE, fio_read_rate, fio_write_rate
 from bench.machine import describe
 from proto.kvstore_pb2 import BlockChunk, GetStatsRequest, LookupRequest, ReadRequest
 from proto.kvstore_pb2_grpc import KvstoreStub
 from services.chassis.channel import MAX_CHUNK_BYTES, open_channel
 from services.chassis.config import child_environment
 from services.chassis.errors import FathomError
+from services.chassis.memory import keep_freed_memory
 from services.kvstore.segments import Block
 from services.kvstore.store import Store
 
@@ -39,8 +42,10 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 30 * 2 * 128 * 3 * 64 * 2  # SmolLM2-135M in bf16: layers, K and V, tokens, heads, width, bytes
 NUM_BLOCKS = 48
-ROUNDS = 5
-TOTAL_BYTES = 384 << 20
+ROUNDS, READ_ROUNDS = 5, 9
+TOTAL_BYTES = 192 << 20
+SEGMENT_BYTES = 256 << 20
+"""A round's blocks lie in one file."""
 DEPTH = 4
 """Blocks under way at once, here and in fio."""
 PLACE = "/var/tmp"
@@ -52,6 +57,7 @@ FINGERPRINT = b"f" * 32
 
 def main() -> None:
     """Print one JSON line per figure."""
+    keep_freed_memory()  # as each service does when it starts
     asyncio.run(_run())
 
 
@@ -67,29 +73,58 @@ async def _run() -> None:
 
 
 async def _bytes_in_process(folder: Path, block_bytes: int) -> None:
-    """Write and read with DEPTH blocks under way; fio before and after each, for shared disks change their mind."""
+    """Write and read with DEPTH blocks under way."""
     blocks = _make_blocks(TOTAL_BYTES // block_bytes, block_bytes)
-    rates: dict[str, list[float]] = {"write": [], "read": []}
-    yardsticks: dict[str, list[float]] = {"write": [], "read": []}
+    total = len(blocks) * block_bytes / MEBIBYTE
+    name = f"{block_bytes >> 20}mib"
+    fio_write = partial(fio_write_rate, folder, block_bytes=block_bytes, depth=DEPTH, total_bytes=TOTAL_BYTES)
+    writes = _Rounds(total, fio_write)
     for round_number in range(ROUNDS):
-        store = await Store.open(folder / f"store{round_number}", max_bytes=4 << 30, segment_bytes=256 * MEBIBYTE)
-        for direction, work in (("write", _store_write), ("read", _store_read)):
-            rate = fio_rate(folder, direction, block_bytes=block_bytes, depth=DEPTH, total_bytes=TOTAL_BYTES)
-            yardsticks[direction] += [] if rate is None else [rate]
-            seconds = await _timed_async(partial(work, store, blocks))
-            rates[direction].append(len(blocks) * block_bytes / MEBIBYTE / seconds)
-        await store.close()
-        shutil.rmtree(folder / f"store{round_number}")
-    checksum = len(blocks) * block_bytes / MEBIBYTE / _timed(lambda: [crc32(block.payload) for block in blocks])
-    for direction, rate in ((name, statistics.median(found)) for name, found in rates.items()):
-        fields: dict[str, object] = {"mebibytes_per_second": rate}
-        if yardsticks[direction]:
-            plain = statistics.median(yardsticks[direction])
-            ratios = [mine / theirs for mine, theirs in zip(rates[direction], yardsticks[direction], strict=True)]
-            fields |= {"fio_mebibytes_per_second": plain, "ratio": statistics.median(ratios)}
-        if direction == "read":
-            fields |= {"checksum_share": rate / checksum}
-        _print(name=f"kvstore_{direction}_{block_bytes >> 20}mib", depth=DEPTH, **fields)
+        place = folder / f"store{round_number}"
+        store = await Store.open(place, max_bytes=4 << 30, segment_bytes=SEGMENT_BYTES)
+        await writes.add(partial(_store_write, store, blocks))
+        if round_number < ROUNDS - 1:
+            await store.close()
+            shutil.rmtree(place)
+    _print(name=f"kvstore_write_{name}", depth=DEPTH, **writes.fields())
+    await store.seal_older_than(-1.0)  # or fio would read room that was never written, which costs nothing
+    file = max(place.glob("*.seg"), key=lambda path: path.stat().st_size)
+    reads = _Rounds(total, partial(fio_read_rate, file, block_bytes=block_bytes, depth=DEPTH))
+    for _ in range(READ_ROUNDS):
+        await reads.add(partial(_store_read, store, blocks))
+    checksum = total / _timed(lambda: [crc32(block.payload) for block in blocks])
+    share = statistics.median(reads.rates) / checksum
+    _print(name=f"kvstore_read_{name}", depth=DEPTH, **reads.fields(), checksum_share=share)
+    await store.close()
+
+
+class _Rounds:
+    """Rounds of work, with the yardstick before and after each: shared disks change their mind within seconds."""
+
+    def __init__(self, mebibytes: float, yardstick: Callable[[], float | None]) -> None:
+        """mebibytes: of one round."""
+        self.rates: list[float] = []
+        self._mebibytes = mebibytes
+        self._yardstick = yardstick
+        self._yardsticks = [yardstick()]
+
+    async def add(self, work: Callable[[], Awaitable[object]]) -> None:
+        self.rates.append(self._mebibytes / await _timed_async(work))
+        self._yardsticks.append(self._yardstick())
+
+    def fields(self) -> dict[str, object]:
+        fields: dict[str, object] = {"mebibytes_per_second": statistics.median(self.rates), "rounds": len(self.rates)}
+        theirs = [rate for rate in self._yardsticks if rate is not None]
+        if theirs:
+            around = [statistics.mean(pair) for pair in pairwise(theirs)]
+            ratios = [mine / plain for mine, plain in zip(self.rates, around, strict=True)]
+            fields |= {
+                "fio_mebibytes_per_second": statistics.median(theirs),
+                "ratio": statistics.median(ratios),
+                "worst_ratio": min(ratios),
+                "best_ratio": max(ratios),
+            }
+        return fields
 
 
 async def _over_grpc(folder: Path, blocks: list[Block]) -> None:

@@ -1,6 +1,7 @@
 """Does a long conversation keep its KV, whatever happens to the stores that hold it?"""
 
 import asyncio
+import itertools
 import json
 import random
 import shutil
@@ -16,7 +17,9 @@ from e2e.client import Answer, complete
 from e2e.suite import CALL_SECONDS, Suite
 from proto.kvstore_pb2 import GetStatsRequest, KvstoreStats
 from proto.kvstore_pb2_grpc import KvstoreStub
-from services.chassis.kvstore_shards import GROUP_BLOCKS
+from services.chassis.block_keys import block_keys, key_root
+from services.chassis.kvstore_shards import GROUP_BLOCKS, split
+from services.entrypoint.admission import tenant_salt
 from services.kvstore.tests.seaweedfs import BUCKET, seaweedfs
 from services.prefill.tests.tiny_model import VOCAB, write_tiny_model
 from services.prefill.tests.tiny_tokenizer import FIRST, write_tokenizer
@@ -29,6 +32,7 @@ NUM_TURNS = 20
 CONTEXT_TOKENS = 12_288
 TURN_TOKENS, ANSWER_TOKENS = 420, 4  # three groups of blocks by the last turn
 RESTART_TURN, LOSS_TURN = 6, 12
+PLACED_BLOCKS = 2
 # Soon enough that a test need not wait, and one cannot be taken for the other.
 OPTIONS = {"seal_seconds": 0.4, "refresh_seconds": 0.4}
 
@@ -165,6 +169,50 @@ async def test_a_conversation_hits_all_its_full_blocks_in_every_turn(suite):
         assert wanted == held
         assert wanted == hits
         assert talk.num_blocks > 2 * GROUP_BLOCKS
+
+
+async def test_blocks_lie_on_the_stores_that_their_keys_name(suite):
+    """Prompts chosen so that every store is to have one: each has just its own, by the placement that callers use."""
+    async with httpx.AsyncClient(base_url=suite.base_url, timeout=120) as client:
+        root = await key_root_of(suite, client)
+        prompts = one_for_each_store(root)
+        before = {name: (await stats_of(suite, name)).num_blocks for name in STORES}
+        for number, tokens in enumerate(prompts.values(), start=1):
+            await complete(client, tokens, max_tokens=ANSWER_TOKENS)
+            await settled(suite, sum(before.values()) + number * PLACED_BLOCKS)
+
+        after = {name: (await stats_of(suite, name)).num_blocks for name in STORES}
+        assert {name: before[name] + PLACED_BLOCKS for name in STORES} == after
+
+
+async def key_root_of(suite: Suite, client: httpx.AsyncClient) -> bytes:
+    """Return the root of the suite's block keys; something is stored for that, which tells model and tenant."""
+    already = sum([(await stats_of(suite, name)).num_blocks for name in STORES])
+    await complete(client, random_tokens("first", BLOCK_TOKENS + 8), max_tokens=ANSWER_TOKENS)
+    await settled(suite, already + 1)
+    stats = [await stats_of(suite, name) for name in STORES]
+    ((fingerprint,), (tenant,)) = (
+        {one.fingerprint for each in stats for one in each.fingerprints},
+        {one.tenant for each in stats for one in each.tenants},
+    )
+    return key_root(bytes.fromhex(suite.home.cluster_key()), fingerprint, tenant_salt(tenant))
+
+
+def one_for_each_store(root: bytes) -> dict[str, list[int]]:
+    """Return prompts by the store that placement gives their blocks to."""
+    found: dict[str, list[int]] = {}
+    for number in itertools.count():
+        tokens = random_tokens(f"placed {number}", PLACED_BLOCKS * BLOCK_TOKENS + 8)
+        (run,) = split(block_keys(root, tokens, block_tokens=BLOCK_TOKENS), 0, STORES)
+        found.setdefault(run.replica, tokens)
+        if len(found) == len(STORES):
+            return found
+    raise AssertionError("unreachable")
+
+
+def random_tokens(seed: str, count: int) -> list[int]:
+    draws = random.Random(seed)
+    return [draws.randrange(FIRST, VOCAB) for _ in range(count)]
 
 
 async def restart_fullest(suite: Suite, talk: Conversation, answer: Answer) -> None:

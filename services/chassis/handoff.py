@@ -1,8 +1,10 @@
 """What do blocks look like between a prefill and a decode replica?
 
-In shared memory: a file with a 4 KiB header that begins with the ticket's nonce, then the blocks that must travel, in
-table order, without gaps, then the window state. Over gRPC: pieces of at most 2 MiB, each with its checksum, which end
-in such an area in the receiver's own memory. On a plain socket: `handoff_lane`.
+In shared memory: a file with a 4 KiB header that begins with the ticket's nonce, then room for the blocks that must
+travel, in table order, without gaps, then for the window state. Where a lane says what lies where, room that the
+receiver has emptied, as marks in the header say, is used again while it is still in the CPU's cache.
+Over gRPC: pieces of at most 2 MiB, each with its checksum, which end in such an area in the receiver's own memory. On a
+plain socket: `handoff_lane`.
 Bytes are copied once on each side: from the sender's cache into the file, and from there into the receiver's cache.
 """
 
@@ -27,6 +29,8 @@ from services.chassis.errors import BlocksLost, InvalidRequest
 
 HEADER_BYTES = 4096
 NONCE_BYTES = 16
+MAX_MARKS = HEADER_BYTES - NONCE_BYTES
+"""Runs' places beyond so many are used once."""
 CHUNK_BYTES = 2 << 20
 SHM_ROOT = Path("/dev/shm")  # noqa: S108 - the folder below it is private (0700) and its owner is checked
 HOLD_BEAT_SECONDS = 0.5
@@ -98,6 +102,14 @@ class Staging:
         """Return the bytes of the window state, not a copy of them."""
         return memoryview(self._map)[self._shape.window]
 
+    def mark_empty(self, area: int) -> None:
+        """Say that what lay there was copied: the sender may put something else there. Any thread, and never fails.
+
+        area: of those that the sender cuts the blocks' room into; below MAX_MARKS.
+        """
+        with contextlib.suppress(ValueError):  # closed meanwhile: nobody looks at the marks any more
+            self._map[NONCE_BYTES + area] = 1
+
     def remove(self) -> None:
         """Take the file's name away. A late writer may keep the unlinked file; nobody reads it again."""
         if self.path is not None:
@@ -141,6 +153,14 @@ class PeerStaging:
     def window(self) -> memoryview:
         """Return where the window state goes."""
         return memoryview(self._map)[self._shape.window]
+
+    def is_empty(self, area: int) -> bool:
+        """Say whether the receiver has copied what lay there since it was filled."""
+        return bool(self._map[NONCE_BYTES + area])
+
+    def fill(self, area: int) -> None:
+        """Take the mark away: something lies there from now on."""
+        self._map[NONCE_BYTES + area] = 0
 
     def close(self) -> bool:
         """Unmap the file; False when somebody still writes, whose last reference will then unmap it."""

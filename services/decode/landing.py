@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from services.decode.rooms import Rooms
 
 _WINDOW = -1
+_GROUP_BYTES = 16 << 20
+"""Of what nobody told of: copied between two steps, in a few milliseconds."""
 LAND_SECONDS = 10.0
 """Longest wait for what was written before a commit: the engine may be in a long step."""
 
@@ -92,7 +94,7 @@ class Landing:
 
     async def _take_rest(self, staging: Staging) -> None:
         """Give the engine what nobody gave it yet; between the groups it may compute a step."""
-        size = blocks_per_run(self.block_bytes)
+        size = max(1, _GROUP_BYTES // self.block_bytes)
         rest = [place for place in range(self.num_blocks) if place not in self._begun]
         for start in range(0, len(rest), size):
             group = rest[start : start + size]

@@ -1,7 +1,8 @@
 """Who listens for blocks that come past gRPC, and how do they reach the engine?
 
 The event loop lets connections in; a thread each then receives. A run in shared memory is copied from there by the
-engine. One that travelled is received into memory of this thread's own and copied from that.
+engine, which marks its room as empty. One that travelled is received into memory of this thread's own and copied from
+that; what was emptied last is filled first, for it is still in the CPU's cache.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from services.chassis.errors import BlocksLost, FathomError, InvalidRequest, PeerLost
+from services.chassis.handoff import MAX_MARKS
 from services.chassis.handoff_lane import (
     ACCEPTED,
     CONNECT_SECONDS,
     HELLO_BYTES,
+    QUEUED_BYTES,
+    Run,
     blocks_per_run,
     hang_up,
     make_buffer,
@@ -30,6 +34,8 @@ from services.chassis.telemetry import log
 from services.decode.landing import LAND_SECONDS
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from services.chassis.handoff import Staging
     from services.decode.intake import Intake
     from services.decode.landing import Landing
@@ -37,8 +43,6 @@ if TYPE_CHECKING:
 MAX_LANES = 32
 """At a time, a thread each; whoever comes later uses `Push`."""
 _REST_SECONDS = 0.1
-_NUM_SLOTS = 4
-"""Runs between socket and pool: one is received, one is copied, others wait for the engine's next pause."""
 
 
 class Lane:
@@ -71,28 +75,46 @@ class Lane:
         return None
 
     def _receive(self) -> None:
+        """One run is received, one is copied, others wait for the engine's next pause: as many as there are slots."""
         landing = self._landing
-        slots: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
-        num_blocks = min(landing.num_blocks, blocks_per_run(landing.block_bytes))
-        size = 1 if self.shares_file else max(num_blocks * landing.block_bytes, landing.window_bytes)
-        for _ in range(_NUM_SLOTS):
-            slots.put(make_buffer(size))
+        most_blocks = blocks_per_run(landing.block_bytes)
+        size = max(min(landing.num_blocks, most_blocks) * landing.block_bytes, landing.window_bytes)
+        slots: queue.LifoQueue[memoryview] = queue.LifoQueue()
+        for _ in range(min(max(QUEUED_BYTES // size, 2), -(-landing.num_blocks // most_blocks) + 1)):
+            slots.put(memoryview(b"") if self.shares_file else make_buffer(size))
         while (run := receive_run(self._connection)) is not None:
             landing.check(run, shares_file=self.shares_file)
             slot = slots.get(timeout=LAND_SECONDS)
             then = partial(slots.put, slot)
-            if not self.shares_file:
-                receive_into(self._connection, slot[: run.num_bytes])
-            if run.is_window:
-                landing.land_window(self._staging.window() if self.shares_file else slot[: run.num_bytes], then)
+            if self.shares_file:
+                self._land_from_file(run, then)
             else:
-                landing.land(run.first, self._blocks(slot, run.first, run.num_blocks), then)
+                receive_into(self._connection, slot[: run.num_bytes])
+                self._land(run, slot, then)
 
-    def _blocks(self, slot: memoryview, first: int, num_blocks: int) -> list[memoryview]:
-        if self.shares_file:
-            return [self._staging.block(place) for place in range(first, first + num_blocks)]
+    def _land_from_file(self, run: Run, then: Callable[[], None]) -> None:
+        staging, landing = self._staging, self._landing
+        if run.is_window:
+            landing.land_window(staging.window(), then)
+            return
+        if run.at + run.num_blocks > landing.num_blocks:
+            raise InvalidRequest(f"blocks {run.at} to {run.at + run.num_blocks} lie outside the file")
+        area = run.at // blocks_per_run(landing.block_bytes)
+
+        def emptied() -> None:
+            if area < MAX_MARKS:
+                staging.mark_empty(area)
+            then()
+
+        landing.land(run.first, [staging.block(run.at + place) for place in range(run.num_blocks)], emptied)
+
+    def _land(self, run: Run, slot: memoryview, then: Callable[[], None]) -> None:
+        if run.is_window:
+            self._landing.land_window(slot[: run.num_bytes], then)
+            return
         size = self._landing.block_bytes
-        return [slot[place * size : (place + 1) * size] for place in range(num_blocks)]
+        places = range(0, run.num_bytes, size)
+        self._landing.land(run.first, [slot[place : place + size] for place in places], then)
 
 
 class Lanes:

@@ -9,6 +9,7 @@ from isal.isal_zlib import crc32 as checksum
 
 from services.chassis.errors import FathomError
 from services.chassis.service import Service
+from services.kvstore.blobs import BlobError
 from services.kvstore.encryption import Keyring, SealedAwayError
 from services.kvstore.index import BlockLocation
 from services.kvstore.remote import RemoteTier
@@ -19,6 +20,8 @@ from services.kvstore.tiers import RemoteChecked, RemoteLocation, SealedSegment
 
 _BUSY_BYTES = MAX_WAITING_BYTES // 4
 """While more waits for the disk, blocks from the object store are not written to it: computed ones go first."""
+_ROOM_SECONDS = 5.0
+"""But those that somebody asked to keep wait for room."""
 
 _log = structlog.get_logger()
 
@@ -29,7 +32,7 @@ class AdmittingTier:
     def __init__(self, tier: RemoteTier, store: Store) -> None:
         self._tier = tier
         self._store = store
-        self._writes: set[asyncio.Task[None]] = set()
+        self._writes: set[asyncio.Task[bool]] = set()
 
     @property
     def breaker(self) -> str:
@@ -59,17 +62,29 @@ class AdmittingTier:
         """Read back what the object store has."""
         return self._tier.verify(max_bytes=max_bytes)
 
-    async def _keep(self, location: BlockLocation, stored: memoryview) -> None:
+    async def bring(self, location: RemoteLocation) -> bool:
+        """Put a block on the local disk, and wait for that; False when it cannot be had, or not written."""
         try:
-            await self._store.room.take(len(stored), timeout_seconds=0.0)
+            stored = await self._tier.read(location)
+        except (BlobError, OSError) as exc:
+            _log.info("kvstore.remote.missed", reason=str(exc), error_kind=type(exc).__name__)
+            return False
+        return await self._keep(location.location, stored, room_seconds=_ROOM_SECONDS)
+
+    async def _keep(self, location: BlockLocation, stored: memoryview, *, room_seconds: float = 0.0) -> bool:
+        try:
+            await self._store.room.take(len(stored), timeout_seconds=room_seconds)
             try:
                 # It may have been deleted while it was read: here it would outlive its deletion.
-                if await self._tier.longest(location.fingerprint, [location.key]):
-                    await self._store.write(await self._opened(location, stored))
+                if not await self._tier.longest(location.fingerprint, [location.key]):
+                    return False
+                await self._store.write(await self._opened(location, stored))
             finally:
                 self._store.room.give_back(len(stored))
         except (FathomError, SealedAwayError) as exc:
             _log.info("kvstore.remote.not_kept", reason=str(exc))
+            return False
+        return True
 
     async def _opened(self, location: BlockLocation, stored: memoryview) -> Block:
         """Return the block as its writer gave it: the store seals it again."""
@@ -104,16 +119,18 @@ def opened(store: Store) -> list[SealedSegment]:
     return segments
 
 
-def attach(service: Service, store: Store, *, url: str, options_file: str) -> None:
+async def attach(service: Service, store: Store, *, url: str, options_file: str) -> None:
     """Connect the store to the object store at `url`; raise ValueError when the URL or the options are wrong.
 
-    Nothing waits for the object store: while it is away the service starts and serves what is local.
+    Nothing waits for the object store: while it is away the service starts and serves what is local, but for what may
+    have been deleted while this replica was away for very long.
     """
     settings = service.settings
     keyring = None
     if settings.encryption_key_file:  # the one that the store has
         keyring = Keyring.load(settings.path / "keys", Path(settings.encryption_key_file))
-    tier = RemoteTier.open(url, Path(options_file) if options_file else None, keyring)
+    tier = RemoteTier.open(url, Path(options_file) if options_file else None, settings.path, keyring=keyring)
+    await tier.forget_doubtful(store)
     register(tier, service.metrics)
     store.connect(listener=tier, remote=AdmittingTier(tier, store))
     background = service.spawn(tier.run(store, lambda: opened(store)), "kvstore object store")

@@ -16,6 +16,7 @@ import structlog
 from isal.isal_zlib import crc32
 
 from services.chassis.errors import FathomError, NoReplica
+from services.kvstore.absence import FILE_NAME, Absence
 from services.kvstore.blobs import BlobBackend, BlobError, BlobMissingError, load_options, open_blobs
 from services.kvstore.encryption import Keyring
 from services.kvstore.index import ENCRYPTED, BlockLocation
@@ -59,6 +60,8 @@ class RemoteCounts:
     """Listed in a manifest whose object is gone."""
     evicted_for_others: int = 0
     """Local blocks removed because another replica was told to."""
+    evicted_in_doubt: int = 0
+    """Local blocks removed because they could have been deleted while this replica was away."""
 
 
 @dataclass(slots=True, eq=False)
@@ -88,14 +91,16 @@ class RemoteTier:
         blobs: BlobBackend,
         *,
         keyring: Keyring | None = None,
+        absence: Absence | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
-        """keyring: of the engine, if it encrypts.  now: seconds since the Unix epoch."""
+        """keyring: of the engine, if it encrypts.  absence: None if the engine starts empty.  now: Unix seconds."""
         self.counts = RemoteCounts()
         self.blobs = blobs
         self.catalog = RemoteCatalog(blobs, now)
         self.keys = TenantKeys(blobs, keyring)
         self.uploads = Uploads(blobs, self.catalog, self.keys, now)
+        self._absence = absence
         self._now = now
         self._refreshed = now()
         self._deletions: list[Tombstone] = []
@@ -103,9 +108,13 @@ class RemoteTier:
         self._one_at_a_time = asyncio.Lock()
 
     @classmethod
-    def open(cls, url: str, options_file: Path | None, keyring: Keyring | None = None) -> "RemoteTier":
-        """Return the tier over an object store; raise ValueError for a bad URL or options file. Calls nothing yet."""
-        return cls(open_blobs(url, load_options(options_file)), keyring=keyring)
+    def open(cls, url: str, options_file: Path | None, folder: Path, *, keyring: Keyring | None = None) -> "RemoteTier":
+        """Return the tier over an object store; raise ValueError for a bad URL or options file. Calls nothing yet.
+
+        folder: of the engine.
+        """
+        blobs = open_blobs(url, load_options(options_file))
+        return cls(blobs, keyring=keyring, absence=Absence(folder / FILE_NAME, url))
 
     @property
     def breaker(self) -> str:
@@ -247,12 +256,31 @@ class RemoteTier:
         except TimeoutError:
             _log.info("kvstore.upload.left", queued_bytes=self.uploads.queued_bytes)
 
+    async def forget_doubtful(self, engine: LocalEngine) -> None:
+        """Let the engine drop what may have been deleted while this replica was away for too long to hear of it.
+
+        To be called before anything is served or uploaded.
+        """
+        before = self._absence.doubted_before(self._now()) if self._absence is not None else None
+        if self._absence is None or before is None:
+            return
+        self.keys.doubt(before)
+        async with self._one_at_a_time:
+            removed = await engine.evict_local(Selection(), before)
+        self._absence.forgot(before)
+        self.counts.evicted_in_doubt += removed.num_blocks
+        if removed.num_blocks:
+            _log.warning("kvstore.remote.long_away", num_blocks=removed.num_blocks, before_unix_seconds=before)
+
     async def _refresh(self, engine: LocalEngine, *, is_full: bool) -> None:
+        await self.forget_doubtful(engine)
         is_first = not self.catalog.listed.is_set()
         fresh = await self.catalog.refresh(is_full=is_full)
         self._refreshed = self._now()
         await self._obey(engine, fresh, is_first=is_first)
         await self.keys.refresh(self.catalog.tombstones)
+        if self._absence is not None:
+            await asyncio.to_thread(self._absence.heard, self._refreshed)
         if not self.blobs.is_read_only:
             await self.catalog.tidy()
 

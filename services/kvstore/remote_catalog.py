@@ -40,7 +40,7 @@ from services.kvstore.tiers import Removed
 MAX_MANIFESTS = 200_000
 MAX_TOMBSTONES = 10_000
 TOMBSTONE_SECONDS = 30 * 86_400.0
-"""How long a deletion is remembered: longer than any block lives."""
+"""How long a deletion is remembered. Whoever was away for longer gives up what is older (absence.py)."""
 _READS_AT_ONCE = 8
 _LATE_HOURS = 2
 """How long after its last block a segment may be published and still be seen by the next short listing."""

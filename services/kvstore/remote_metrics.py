@@ -35,6 +35,7 @@ class RemoteCollector(Collector):
         yield "failed_reads", "Blocks whose range failed or was late.", reads.failed_reads
         yield "damaged_blocks", "Blocks whose bytes in the object store were wrong.", reads.damaged_blocks
         yield "missing_blocks", "Blocks whose object was gone.", reads.missing_blocks
+        yield "evicted_in_doubt", "Blocks dropped for a deletion may have been missed.", reads.evicted_in_doubt
         yield "uploaded_objects", "Objects published.", uploads.objects
         yield "uploaded_pieces", "Of those, parts of segments that were still open.", uploads.pieces
         yield "uploaded_blocks", "Blocks in them.", uploads.blocks

@@ -134,7 +134,7 @@ class Servicer(KvstoreServicer):
         check_name(request.session_id, "session_id")
         check_name(request.tenant, "tenant", max_bytes=TENANT_BYTES)
         check_seconds(request.hold_seconds, "hold_seconds")
-        num_pinned, expires_at = self._store.pin(
+        num_pinned, expires_at = await self._store.pin(
             request.tenant, request.session_id, request.fingerprint, keys, hold_seconds=request.hold_seconds
         )
         return PinReply(num_pinned=num_pinned, expires_at_unix_seconds=expires_at)
@@ -233,7 +233,7 @@ async def build(service: Service) -> None:
         service.on_stop(local_reads.close)
     register(store, service.metrics)
     if settings.object_store_url:
-        attach(service, store, url=settings.object_store_url, options_file=settings.object_store_options_file)
+        await attach(service, store, url=settings.object_store_url, options_file=settings.object_store_options_file)
     add_KvstoreServicer_to_server(Servicer(store, local_reads), service.server)
 
 

@@ -26,6 +26,7 @@ from services.kvstore.index import ENCRYPTED
 from services.kvstore.log import SegmentLog
 from services.kvstore.meters import Meters, StoreCounts
 from services.kvstore.pending import PendingBlocks
+from services.kvstore.pinning import Session, pin
 from services.kvstore.reading import BlockReader, StoredBlock
 from services.kvstore.recovery import Recovered, close_folder, recover
 from services.kvstore.removal import remove
@@ -239,18 +240,15 @@ class Store:
         self.pending.note_lag(time.monotonic() - started)
         return Outcome.STORED
 
-    def pin(
+    async def pin(
         self, tenant: str, session_id: str, fingerprint: bytes, keys: Sequence[bytes], *, hold_seconds: float
     ) -> tuple[int, float]:
-        """Keep the leading stored blocks from eviction; return how many are pinned, and until when (Unix seconds)."""
-        now = time.time()
-        hit = self.catalog.lookup(fingerprint, keys, wanted=UNSPECIFIED, now=now)
-        pins = self.catalog.pins
-        quota = self.catalog.policy.quota_of(tenant)
-        room = self.max_bytes // _PINNED_SHARE - pins.held_bytes()
-        if quota:
-            room = min(room, quota - pins.held_bytes(tenant))
-        return pins.pin(tenant, session_id, hit.locations, seconds=hold_seconds, now=now, room_bytes=room)
+        """Keep the leading stored blocks from eviction; return how many are pinned, and until when (Unix seconds).
+
+        Blocks that only the tier behind has are first copied to the disk here.
+        """
+        session = Session(tenant, session_id, fingerprint, keys, hold_seconds)
+        return await pin(self.catalog, self.reader.remote, session, most_bytes=self.max_bytes // _PINNED_SHARE)
 
     def release(self, tenant: str, session_id: str, keys: Iterable[bytes] = ()) -> int:
         """Take back a session's pins (of these keys); return how many there were."""

@@ -50,10 +50,15 @@ class TenantKeys:
         self._blobs = blobs
         self._is_agreed = False
         self._published: set[KeyName] = set()
+        self._doubted_before = 0.0
 
     def can_open(self, tenant: str) -> bool:
         """Say whether a sealed block of this tenant can be opened, and may be shared."""
         return self.keyring is not None and not self.is_refused and self.keyring.has(tenant)
+
+    def doubt(self, before_unix_seconds: float) -> None:
+        """Take older keys for deleted unless the object store has them: a deletion may have been forgotten there."""
+        self._doubted_before = before_unix_seconds
 
     def lacks_key_for(self, manifest: Manifest) -> bool:
         """Say whether a manifest holds sealed blocks of a tenant that has no key here yet."""
@@ -71,9 +76,10 @@ class TenantKeys:
             return
         listed = await self._listed()
         self._published = set(listed)
-        gone = _shredded(listed | keyring.names, tombstones)
+        gone = _shredded(listed | keyring.names, tombstones) | self._doubtful(keyring.names - listed)
         if gone:
             await self._destroy(keyring, gone)
+        self._doubted_before = 0.0
         for name in sorted(listed - keyring.names - gone):
             await self._fetch(keyring, name)
         await self._publish(keyring, keyring.names - listed)
@@ -83,13 +89,15 @@ class TenantKeys:
         if self.keyring is not None and await self._agree(self.keyring):
             owners = {tenant_hash(tenant) for tenant in tenants}
             mine = {name for name in self.keyring.names if name.tenant_hash in owners}
-            await self._publish(self.keyring, mine - self._published)
+            await self._publish(self.keyring, mine - self._published - self._doubtful(mine))
 
     async def _agree(self, keyring: Keyring) -> bool:
         """Find out whether all replicas have the same master key: the first one's mark decides."""
         if not self._is_agreed:
             mark = keyring.mark()
-            if not await self._blobs.put_if_absent(_MARK_PATH, mark):
+            if await self._blobs.put_if_absent(_MARK_PATH, mark):
+                self._doubted_before = 0.0  # the first replica ever: nobody can have deleted anything there
+            else:
                 mark = await self._blobs.get(_MARK_PATH, max_bytes=4096)
             self._is_agreed = keyring.has_same_master(mark)
             self.is_refused = not self._is_agreed
@@ -101,6 +109,9 @@ class TenantKeys:
                 "another object_store_url",
             )
         return self._is_agreed
+
+    def _doubtful(self, names: Iterable[KeyName]) -> set[KeyName]:
+        return {name for name in names if name.created_unix_seconds < self._doubted_before}
 
     async def _listed(self) -> set[KeyName]:
         blobs = await self._blobs.list(_PREFIX, max_blobs=MAX_KEYS)

@@ -116,6 +116,9 @@ class RemoteBlocks(Protocol):
     async def read(self, location: RemoteLocation) -> bytes | memoryview:
         """Return the stored bytes (`stored_bytes` of them), checked against `crc32`; raise when they cannot be had."""
 
+    async def bring(self, location: RemoteLocation) -> bool:
+        """Put a block on the engine's disk too, and wait for that; False when it cannot be."""
+
     def verify(self, *, max_bytes: int) -> AsyncIterator[RemoteChecked]:
         """Read back what is there, at most so many bytes, and say what is bad. Raises NoReplica when it cannot be."""
 

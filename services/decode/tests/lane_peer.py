@@ -28,7 +28,7 @@ def tell(lane: socket.socket, num_blocks: int, *, has_window: bool = False) -> N
     """Say of each block that it lies in the file, but not of the first one: the commit finds that by itself."""
     with lane:
         for first in range(1, num_blocks):
-            send_run(lane, first, 1)
+            send_run(lane, first, 1, at=first)
         if has_window:
             send_run(lane, None, 0)
         end_runs(lane)

@@ -154,7 +154,7 @@ async def test_a_lane_that_breaks_in_the_middle_of_a_run_ends_the_handoff(rig):
     wanted = request("breaks", 40)
     call, reply = await rig.hold(wanted)
     lane = await open_lane(reply, shares_file=False)
-    lane.sendall(struct.pack("<IIQ", 0, 1, rig.source.executor.layout.block_bytes) + b"half")
+    lane.sendall(struct.pack("<IIIQ", 0, 1, 0, rig.source.executor.layout.block_bytes) + b"half")
     lane.close()
 
     assert isinstance(await outcome(call), PeerLost)
@@ -169,7 +169,7 @@ async def test_nonsense_on_a_lane_ends_the_handoff(rig, first, num_blocks, num_b
     call, reply = await rig.hold(request("nonsense", 40))
     lane = await open_lane(reply, shares_file=False)
     size = num_blocks * rig.source.executor.layout.block_bytes if num_bytes is None else num_bytes
-    lane.sendall(struct.pack("<IIQ", first, num_blocks, size))
+    lane.sendall(struct.pack("<IIIQ", first, num_blocks, 0, size))
 
     assert isinstance(await outcome(call), InvalidRequest)
     lane.close()

@@ -1,15 +1,12 @@
 """Are blocks kept as long as promised, and not longer, under classes, hits, quotas, pins and leases?"""
 
 import asyncio
-import mmap
-import random
 import time
 from pathlib import Path
 
 import pytest
 
 from services.chassis.errors import Overloaded
-from services.kvstore.disk import physical_bytes
 from services.kvstore.retention import AGENT, CHAT, UNSPECIFIED, RetentionPolicy
 from services.kvstore.store import Outcome, Store
 from services.kvstore.tests.blocks import (
@@ -23,6 +20,7 @@ from services.kvstore.tests.blocks import (
     segments,
     served,
 )
+from services.kvstore.tests.soak import soak, soak_for
 
 pytestmark = pytest.mark.slow  # lives of tenths of a second, and evictions that must be filled up to
 
@@ -170,7 +168,7 @@ async def test_pinned_blocks_stay_whatever_is_written(tmp_path: Path) -> None:
     """A session's blocks outlive eviction, until it lets go or its time is over."""
     store = await open_store(tmp_path, max_bytes=4 * MEBIBYTE, segment_bytes=256 << 10)
     await write_all(store, range(12), 20_000)
-    num_pinned, until_seconds = store.pin("t", "s", FINGERPRINT, [key(2), key(3), key(999)], hold_seconds=60)
+    num_pinned, until_seconds = await store.pin("t", "s", FINGERPRINT, [key(2), key(3), key(999)], hold_seconds=60)
     assert (2, True) == (num_pinned, 50 < until_seconds - time.time() < 61)
     await write_all(store, range(100, 400), 20_000)
     assert {n: payload(n, 20_000) for n in (2, 3)} == await served(store, list(range(12)))
@@ -186,7 +184,7 @@ async def test_a_pin_outlives_the_class(tmp_path: Path, clock: Clock) -> None:
     store = await open_store(tmp_path, policy=SHORT)
     await store.write(block(1, retention=AGENT))
     await store.write(block(2, retention=AGENT))
-    store.pin("t", "s", FINGERPRINT, [key(1)], hold_seconds=1.5)
+    await store.pin("t", "s", FINGERPRINT, [key(1)], hold_seconds=1.5)
     clock.now += 0.7
     await until(lambda: store.counts.refreshed_blocks)
     clock.now += 0.3
@@ -232,31 +230,6 @@ async def test_a_lease_that_ends_during_the_read_yields_right_bytes_or_a_miss(tm
     await store.close()
 
 
-async def soak(folder: Path, seconds: float) -> Store:
-    """Random writes, hits, pins, deletions of sizes from bytes to a quarter of a segment; the cap is checked all along."""
-    policy = RetentionPolicy(agent_seconds=0.5, chat_seconds=2.0, quota_bytes={"b": MEBIBYTE})
-    store = await open_store(folder, max_bytes=8 * MEBIBYTE, segment_bytes=512 << 10, policy=policy)
-    rng = random.Random(6)
-    sizes = {number: rng.choice([1, 5000, 60_000, 130_000]) for number in range(4000)}
-    ended = time.monotonic() + seconds
-    number = 0
-    while time.monotonic() < ended:
-        batch = [number + n for n in range(rng.randrange(1, 12))]
-        number += len(batch)
-        blocks = [block(n % 4000, sizes[n % 4000], retention=rng.randrange(3), tenant=rng.choice("abc")) for n in batch]
-        await asyncio.gather(*(store.write(one) for one in blocks), return_exceptions=True)
-        wanted = [rng.randrange(max(0, number - 200), number) % 4000 for _ in range(4)]
-        for n, data in (await served(store, wanted)).items():
-            assert payload(n, sizes[n]) == data
-        if rng.random() < 0.2:
-            store.pin(rng.choice("abc"), "s", FINGERPRINT, [key(n) for n in wanted], hold_seconds=0.3)
-        on_disk = sum(map(physical_bytes, segments(folder)))
-        assert on_disk <= 8 * MEBIBYTE
-        # What is just being written or unlinked may be known a moment later.
-        assert on_disk <= store.catalog.physical_bytes + MEBIBYTE
-    return store
-
-
 async def test_physical_bytes_stay_under_the_cap_in_a_soak(tmp_path: Path) -> None:
     """Every class, quotas, pins and expiry at once: what the file system gave never exceeds the cap."""
     store = await soak(tmp_path, 3.0)
@@ -269,22 +242,8 @@ async def test_physical_bytes_stay_under_the_cap_in_a_soak(tmp_path: Path) -> No
 @pytest.mark.long
 @pytest.mark.timeout(900)
 async def test_physical_bytes_stay_under_the_cap_for_long(tmp_path: Path) -> None:
-    """The same for ten minutes; descriptors and memory do not grow either."""
-    store = await soak(tmp_path / "first", 10.0)
-    await store.close()
-    descriptors, resident = num_descriptors(), resident_bytes()
-    store = await soak(tmp_path / "second", 600.0)
-    await store.close()
-    assert num_descriptors() <= descriptors + 2
-    assert resident_bytes() < resident + 64 * MEBIBYTE
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
-
-
-def num_descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
+    """The same for ten minutes; descriptors and memory do not grow either. `soak.py` goes on for as long as it is told."""
+    await soak_for(tmp_path, 600.0, every_seconds=60.0)
 
 
 async def test_reading_a_refreshed_block_from_its_old_place_is_no_mix(tmp_path: Path, clock: Clock) -> None:

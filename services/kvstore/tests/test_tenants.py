@@ -160,7 +160,7 @@ async def test_pins_and_leases_do_not_stop_a_deletion(tmp_path: Path) -> None:
     """Keeping from eviction is not keeping from the tenant's own deletion."""
     store = await open_store(tmp_path)
     await fill(store)
-    store.pin("a", "s", FINGERPRINT, [key(0)], hold_seconds=60)
+    await store.pin("a", "s", FINGERPRINT, [key(0)], hold_seconds=60)
     await store.find(FINGERPRINT, [key(0)], request_id="r")
     reading = store.read(FINGERPRINT, [key(n) for n in range(6)])
     await anext(reading)

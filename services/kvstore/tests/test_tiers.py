@@ -61,6 +61,9 @@ class OtherStore:
     async def verify(self, *, max_bytes: int) -> AsyncIterator[RemoteChecked]:
         yield RemoteChecked(self.num_blocks, self.num_blocks, max_bytes)
 
+    async def bring(self, _location: RemoteLocation) -> bool:
+        return False  # it writes to nobody's disk
+
     async def read(self, location: RemoteLocation) -> memoryview:
         file = self._files[location.location.segment]
         stored = (await asyncio.to_thread(read_run, self._disk, file, [location.location]))[0]

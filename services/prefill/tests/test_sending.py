@@ -20,6 +20,7 @@ from services.chassis.handoff_lane import (
     receive_into,
     receive_run,
 )
+from services.prefill import sending as subject
 from services.prefill.sending import Sender, Way
 from services.prefill.tests.rig import BLOCK, kinds, prefill_replica, request
 
@@ -62,6 +63,8 @@ class Receiver(threading.Thread):
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.port = self.listener.getsockname()[1]
         self.runs = []
+        self.told = lambda _run: None
+        """What decode does with what lies in the file."""
         self.takes = threading.Event()
         self.takes.set()
         self.answer = ACCEPTED
@@ -75,7 +78,8 @@ class Receiver(threading.Thread):
             while self.takes.wait(5) and (run := receive_run(connection)) is not None:
                 data = bytearray(run.num_bytes)
                 receive_into(connection, memoryview(data))
-                self.runs.append((run.is_window, run.first, run.num_blocks, bytes(data[:: 1 << 20])))
+                self.runs.append((run.is_window, run.first, run.num_blocks, run.at, bytes(data[:: 1 << 19])))
+                self.told(run)
 
 
 def sender(way, device, wanted=range(2, 2 + NUM_BLOCKS)):
@@ -98,9 +102,9 @@ def test_runs_that_travel_arrive_in_order_and_are_summed():
     way = travelling(receiver)
     assert expected_checksums() == sender(way, Device()).send(time.time() + 10)
     receiver.join(5)
-    blocks = [(False, n, 1, bytes([n + 3]) * (BLOCK_BYTES >> 20)) for n in range(NUM_BLOCKS)]
+    blocks = [(False, n, 1, 0, bytes([n + 3]) * 2) for n in range(NUM_BLOCKS)]
 
-    assert [*blocks, (True, 0, 0, b"w")] == receiver.runs
+    assert [*blocks, (True, 0, 0, 0, b"ww")] == receiver.runs
     assert (7, b"n" * 16, False) == (receiver.hello.epoch, receiver.hello.nonce, receiver.hello.shares_file)
     way.close()
 
@@ -117,12 +121,38 @@ def test_runs_in_the_file_are_only_told_of(tmp_path, has_lane):
     assert expected_checksums() == sender(way, Device()).send(time.time() + 10)
     if has_lane:
         receiver.join(5)
-        assert [*((False, n, 1, b"") for n in range(NUM_BLOCKS)), (True, 0, 0, b"")] == receiver.runs
+        assert [*((False, n, 1, n, b"") for n in range(NUM_BLOCKS)), (True, 0, 0, 0, b"")] == receiver.runs
 
     assert expected_checksums() == [*(block_xxh3(area.block(n)) for n in range(NUM_BLOCKS)), block_xxh3(area.window())]
     way.close()
     area.close()
     receiver.listener.close()
+
+
+@pytest.mark.parametrize(("is_patient", "num_areas"), [(True, range(1, 18)), (False, range(24, 25))])
+def test_room_in_the_file_that_decode_has_emptied_is_used_again(tmp_path, monkeypatch, is_patient, num_areas):
+    """While it is still in cache; a decode that empties none for longer than copying takes gets other room."""
+    monkeypatch.setattr(subject, "_PATIENCE_SECONDS_PER_BYTE", 1.0 if is_patient else 0.0)
+    shape = {"num_blocks": 24, "block_bytes": BLOCK_BYTES, "window_bytes": WINDOW_BYTES}
+    area = Staging(nonce=TICKET.nonce, folder=tmp_path, **shape)
+    receiver, taken = Receiver(), []
+
+    def take(run):
+        taken.append(block_xxh3(area.window() if run.is_window else area.block(run.at)))
+        if run.num_blocks and is_patient:
+            area.mark_empty(run.at)
+
+    receiver.told = take
+    way = Way(staging=PeerStaging(str(area.path), nonce=TICKET.nonce, **shape))
+    way.lane = connect("127.0.0.1", receiver.port, TICKET, shares_file=True)
+    sent = sender(way, Device(), range(24)).send(time.time() + 10)
+    receiver.join(5)
+
+    assert sent == taken
+    assert [*range(24)] == [first for is_window, first, *_ in receiver.runs if not is_window]
+    assert len({at for is_window, _, _, at, _ in receiver.runs if not is_window}) in num_areas
+    way.close()
+    area.close()
 
 
 def test_a_released_prompt_ends_the_sending():
