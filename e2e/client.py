@@ -23,6 +23,7 @@ class Sampling:
 
 GREEDY = Sampling("greedy", (("temperature", 0.0),))
 SEEDED = Sampling("seeded", (("temperature", 0.8), ("top_p", 0.95), ("seed", 1234)))
+BOTH = (GREEDY, SEEDED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,18 +64,24 @@ async def complete(
 
 
 async def complete_all(
-    base_url: str, prompts: Sequence[Sequence[int]], *, at_once: int, max_tokens: int, sampling: Sampling = GREEDY
+    base_url: str,
+    prompts: Sequence[Sequence[int]],
+    *,
+    at_once: int,
+    max_tokens: int,
+    samplings: Sequence[Sampling] = (),
 ) -> list[Answer]:
-    """Ask for all prompts, `at_once` at a time; answers in the prompts' order."""
+    """Ask for all prompts, `at_once` at a time; answers in the prompts' order.  samplings: one each; none is greedy."""
+    each = samplings or [GREEDY] * len(prompts)
     gate = asyncio.Semaphore(at_once)
 
     async with httpx.AsyncClient(base_url=base_url, timeout=_TIMEOUT) as client:
 
-        async def one(token_ids: Sequence[int]) -> Answer:
+        async def one(token_ids: Sequence[int], sampling: Sampling) -> Answer:
             async with gate:
                 return await complete(client, token_ids, max_tokens=max_tokens, sampling=sampling)
 
-        return list(await asyncio.gather(*(one(p) for p in prompts)))
+        return list(await asyncio.gather(*(one(p, s) for p, s in zip(prompts, each, strict=True))))
 
 
 async def model_name(client: httpx.AsyncClient) -> str:

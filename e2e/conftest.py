@@ -25,7 +25,8 @@ TOGETHER = {
     "test_faults": "shared suite",
 }
 # With two suites at a time, the group that takes longest begins first; a file that is not here is a group of its own.
-LONGEST_FIRST = ("test_same_tokens", "windows", "shared suite", "test_launcher", "test_kvstore")
+# (A worker is given its next one when two tests of the last are left.)
+LONGEST_FIRST = ("shared suite", "test_same_tokens", "windows", "test_kvstore", "test_launcher")
 
 
 def group_of(stem: str) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
-from e2e.client import Sampling
+from e2e.client import BOTH, Sampling
 from kernels.batch import Batch, Row, SamplingParams
 from kernels.executor import Executor
 from kernels.generate import GenerateRequest, Generator
@@ -17,57 +17,82 @@ _WHOLE_PROMPT_TOKENS = 8192
 _NUM_BLOCKS = 64
 """Of 128 tokens: room for a batch of the longest prompts."""
 
+T = TypeVar("T")
+Answers = dict[str, dict[str, tuple[int, ...]]]
+"""Sampling name -> prompt name -> ids."""
 
-def one_process(
+
+def with_model(
     model_dir: Path,
+    work: Callable[[Executor], T],
+    *,
+    dtype: Literal["bf16", "fp32", "int8"],
+    num_blocks: int = _NUM_BLOCKS,
+) -> T:
+    """Do some work with a model of this process, which nobody keeps.
+
+    One thread: a second one takes a third more of both cores, and whole suites run beside this.
+    """
+    found = work(Executor.load(model_dir, dtype=dtype, num_blocks=num_blocks, threads=1))
+    gc.collect()  # half a gigabyte of weights must not stay while the services load theirs
+    return found
+
+
+def alone(
+    executor: Executor, prompts: Mapping[str, Sequence[int]], *, max_tokens: int, samplings: Sequence[Sampling] = BOTH
+) -> Answers:
+    """Answer one prompt at a time, whole. It is computed once for all samplings: its logits know of none."""
+    params = {one.name: _params(one) for one in samplings}
+    answers = {name: _alone(executor, ids, params, max_tokens) for name, ids in prompts.items()}
+    return {sampling: {name: answers[name][sampling] for name in prompts} for sampling in params}
+
+
+def together(
+    executor: Executor,
     prompts: Mapping[str, Sequence[int]],
     *,
-    samplings: Sequence[Sampling],
     max_tokens: int,
-    dtype: Literal["bf16", "fp32", "int8"],
+    samplings: Sequence[Sampling] = BOTH,
     chunk_tokens: int | None = None,
-    at_once: int = 1,
-    num_blocks: int = _NUM_BLOCKS,
-    threads: int = 2,
-) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Answer `at_once` prompts at a time, in chunks of `chunk_tokens` (None: whole).
-
-    Returns sampling -> prompt -> token ids.
-    """
-    executor = Executor.load(model_dir, dtype=dtype, num_blocks=num_blocks, threads=threads)
-    params = {one.name: SamplingParams(**dict(one.fields)) for one in samplings}  # type: ignore[arg-type]  # the API's names are the engine's
-    if at_once == 1 and chunk_tokens is None and executor.window is None:
-        answers = {name: _alone(executor, ids, params, max_tokens) for name, ids in prompts.items()}
-        found = {sampling: {name: answers[name][sampling] for name in prompts} for sampling in params}
-    else:
-        found = {}
-        generator = Generator(executor, chunk_tokens=chunk_tokens or _WHOLE_PROMPT_TOKENS, max_batch=at_once)
-        for name, sampling in params.items():
-            results = generator.generate([GenerateRequest(ids, sampling, max_tokens) for ids in prompts.values()])
-            found[name] = {prompt: result.token_ids for prompt, result in zip(prompts, results, strict=True)}
-        del generator
-    # Half a gigabyte of weights must not stay while the services load theirs.
-    del executor
-    gc.collect()
+    at_once: int,
+) -> Answers:
+    """Answer `at_once` prompts at a time, in chunks of `chunk_tokens` (None: whole)."""
+    generator = Generator(executor, chunk_tokens=chunk_tokens or _WHOLE_PROMPT_TOKENS, max_batch=at_once)
+    found = {}
+    for one in samplings:
+        results = generator.generate([GenerateRequest(ids, _params(one), max_tokens) for ids in prompts.values()])
+        found[one.name] = {prompt: result.token_ids for prompt, result in zip(prompts, results, strict=True)}
     return found
+
+
+def _params(sampling: Sampling) -> SamplingParams:
+    return SamplingParams(**dict(sampling.fields))  # type: ignore[arg-type]  # the API's names are the engine's
 
 
 def _alone(
     executor: Executor, prompt: Sequence[int], samplings: Mapping[str, SamplingParams], max_tokens: int
 ) -> dict[str, tuple[int, ...]]:
-    """Each sampling's answer to one prompt, which is computed whole, and once: its logits know of no sampling."""
+    """Each sampling's answer to one prompt. All begin with the window that the prompt left, where there are windows."""
     table = range(1, 1 - (-(len(prompt) + max_tokens) // executor.layout.block_tokens))
-    whole = Row(0, prompt, 0, table, sampling=next(iter(samplings.values())))
+    slot = int(executor.window is not None)
+    if slot:
+        executor.reset_window(slot)
+    whole = Row(0, prompt, 0, table, sampling=next(iter(samplings.values())), window=slot)
     step = executor.launch(Batch((whole,)))
     drawn = {
-        name: executor.collect(replace(step, batch=Batch((replace(whole, sampling=sampling),))))[0].token_id
+        # A GPU has drawn for the first sampling already: each is drawn for anew, from the same logits.
+        name: executor.collect(replace(step, batch=Batch((replace(whole, sampling=sampling),)), draws=None))[0].token_id
         for name, sampling in samplings.items()
     }
+    window = executor.read_window(slot) if slot else b""
     answers = {}
     for name, sampling in samplings.items():
-        answer = [drawn[name]]
-        while len(answer) < max_tokens:
-            newest = Row(0, answer[-1:], len(prompt) + len(answer) - 1, table, sampling=sampling)
-            answer.append(executor.collect(executor.launch(Batch((newest,))))[0].token_id)
-        answers[name] = tuple(answer)
+        if slot:
+            executor.write_window(slot, window)
+        tokens = [*prompt, drawn[name]]
+        while (end := len(tokens) - 1) < len(prompt) + max_tokens - 1:
+            preceding = tokens[max(end - executor.preceding_tokens, 0) : end]
+            newest = Row(0, tokens[end:], end, table, sampling=sampling, window=slot, preceding=preceding)
+            tokens.append(executor.collect(executor.launch(Batch((newest,))))[0].token_id)
+        answers[name] = tuple(tokens[len(prompt) :])
     return answers

@@ -189,7 +189,7 @@ async def test_ctrl_c_stops_everything(launched: Suite) -> None:
 
 
 async def test_a_start_that_fails_says_why_and_leaves_nothing(tmp_path: Path, small_model: Path) -> None:
-    """A model folder without weights: non-zero, the service's own words, no process left."""
+    """A model folder without weights: non-zero, the service's own words, no process left; before torch is imported."""
     folder = tmp_path / "no-weights"
     folder.mkdir()
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
@@ -198,7 +198,7 @@ async def test_a_start_that_fails_says_why_and_leaves_nothing(tmp_path: Path, sm
     done = await suite.console(*suite.up_words, "--detach", timeout=90)
 
     assert 1 == done.returncode
-    assert re.search(r"(prefill|decode)-0 ended with status 1", done.stderr), done.stderr
+    assert re.search(r"(prefill|decode)-0 ended with status 78", done.stderr), done.stderr
     assert "it holds no model.safetensors" in done.stderr
     assert [] == suite.recorded().left_running()
     assert [] == [process for process in psutil.process_iter(["cwd"]) if process.info["cwd"] == str(tmp_path)]

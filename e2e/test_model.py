@@ -14,7 +14,7 @@ def test_fp32_logits_equal_transformers(model_dir):
     from kernels.batch import Batch, Row
     from kernels.executor import Executor
 
-    executor = Executor.load(model_dir, dtype="fp32", num_blocks=16, threads=2)
+    executor = Executor.load(model_dir, dtype="fp32", num_blocks=16, threads=1)
     reference = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     for prompt in prompts(model_dir)[::3]:
         blocks = list(range(1, 2 + len(prompt.token_ids) // 128))

@@ -1,4 +1,4 @@
-"""Is the tree fit to commit? Runs every fast check, two at a time, and says which failed.
+"""Is the tree fit to commit? Runs every fast check, three at a time, and says which failed.
 
 Fast tests that cannot have changed since they last passed are not run again; `--all` runs them too, `--no-tests` none.
 """
@@ -45,17 +45,21 @@ class Outcome:
 
 # The bytecode of our files and of rewritten tests is half the time to collect them: keep it, whatever the caller does.
 _ENVIRONMENT = ("env", "--unset=PYTHONDONTWRITEBYTECODE", "OMP_NUM_THREADS=1", "OMP_WAIT_POLICY=PASSIVE")
-# Each library that is slow to import is imported by one run of pytest: two workers that share all tests would both
-# import all of them, which takes as long as a quarter of the tests.
-ENGINES = ("kernels", "services/prefill", "services/decode", "services/vision")  # torch
+# Each library that is slow to import is imported by few runs of pytest: workers that share all tests would all import
+# all of them, which takes as long as a quarter of the tests. The longest run decides when the last worker ends.
 RECIPE = ("services/recipe",)  # the official clients, SQLAlchemy, FastAPI
-# These import nothing slow, and wait more than they work: a run of its own keeps the second worker busy.
+KERNELS = ("kernels",)  # torch
+ENGINES = ("services/prefill", "services/decode", "services/vision", "bench")  # torch, too
+# These import nothing slow, and wait more than they work.
 WAITING = ("services/chassis", "services/local")
+RUNS = {"recipe": RECIPE, "kernels": KERNELS, "engines": ENGINES, "waiting": WAITING}
+_AT_ONCE = 3
+"""Two cores are busy while a third check waits: for a timeout that a test is about, or for the disk."""
 _ROOTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["testpaths"]
 # A root that is asked for is not ignored, so those of the other runs are left out.
 OTHERS = (
-    *(root for root in _ROOTS if root not in ENGINES),
-    *(f"--ignore={folder}" for folder in (*ENGINES, *RECIPE, *WAITING)),
+    *(root for root in _ROOTS if not any(root in folders for folders in RUNS.values())),
+    *(f"--ignore={folder}" for folders in RUNS.values() for folder in folders),
 )
 
 
@@ -76,8 +80,8 @@ def _fast_tests(tree: proven.Tree, name: str, folders: Sequence[str], *, again: 
 
 
 def fast_tests(tree: proven.Tree, *, again: bool) -> Iterator[Check]:
-    """Longest first: the two workers then finish at about the same time."""
-    for name, folders in (("engines", ENGINES), ("recipe", RECIPE), ("waiting", WAITING), ("others", OTHERS)):
+    """Longest first: the workers then finish at about the same time."""
+    for name, folders in (*RUNS.items(), ("others", OTHERS)):
         yield from _fast_tests(tree, name, folders, again=again)
 
 
@@ -111,7 +115,7 @@ def main(words: Sequence[str]) -> None:
     tests = [] if "--no-tests" in words else [*fast_tests(tree, again="--all" in words)]
     checks = [*tests, *CHECKS]
     failed = []
-    with ThreadPoolExecutor(max_workers=2) as workers:
+    with ThreadPoolExecutor(max_workers=_AT_ONCE) as workers:
         for outcome in workers.map(run, checks):
             verdict = "ok" if outcome.code == 0 else "FAILED"
             print(f"{outcome.check.name:44} {verdict:7} {outcome.seconds:5.1f} s", flush=True)

@@ -1,4 +1,4 @@
-"""Run every test, two at a time: first those of single services, then those that start whole suites."""
+"""Run every test, two or three at a time: first those of single services, then those that start whole suites."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ FETCH_MODEL = ("-m", "services.local", "pull")
 _ENVIRONMENT = ("--unset=PYTHONDONTWRITEBYTECODE", "OMP_WAIT_POLICY=PASSIVE", "GOMP_SPINCOUNT=1000")
 PASSES = (
     (
+        # Three on two cores: a fifth of a test's time it waits, for records to expire or for a process to end.
         "unit and integration tests",
         (*_ENVIRONMENT, "OMP_NUM_THREADS=1"),
-        ("-n", "2", "--dist", "worksteal", "proto", "services", "kernels", "tools", "k8s", "bench"),
+        ("-n", "3", "--dist", "worksteal", "proto", "services", "kernels", "tools", "k8s", "bench"),
     ),
     # A suite that starts, or answers one request, leaves a core idle, so another one runs beside it; tests that measure
     # how soon something happens wait until they are alone (e2e/conftest.py, which also says what shares a worker).

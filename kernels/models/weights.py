@@ -1,14 +1,21 @@
-"""Where do a model's tensors come from? A Hugging Face safetensors folder, or a GGUF file."""
+"""Where do a model's tensors come from? A Hugging Face safetensors folder, or a GGUF file.
+
+No torch before a tensor is read: a service finds out that there are no weights before anything heavy is imported.
+"""
+
+from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from kernels.models.digest import Progress, files_digest
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class BadWeights(Exception):  # noqa: N818 - named by meaning, like the service errors

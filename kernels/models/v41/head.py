@@ -6,7 +6,7 @@ from torch import Tensor
 
 from kernels.models.v41.attention import normed
 from kernels.models.v41.config import V41Config
-from kernels.models.v41.matrices import Source, product
+from kernels.models.v41.matrices import MOST_HEAD_ROWS, Source, product
 from kernels.ops.hyper import collapse
 from kernels.ops.numerics import Numerics
 
@@ -18,7 +18,7 @@ class Head:
         """source: of the model's own weights."""
         self._eps, self._numerics = config.norm_eps, numerics
         self._norm = source.tensor("norm.weight")
-        self._matrix = source.matrix("head")
+        self._matrix = source.matrix("head", limit=MOST_HEAD_ROWS)
 
     def run(self, streams: Tensor, pre: Tensor) -> Tensor:
         """Logits of tokens: [n, 4, hidden], [n, 4] -> [n, vocab_size] fp32."""

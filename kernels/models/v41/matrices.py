@@ -13,6 +13,8 @@ from kernels.ops.row_tiles import RowTiles, TiledLinear, probe, prove
 
 MOST_ROWS = 516
 """Row counts up to this one are proven; more rows take several tiles."""
+MOST_HEAD_ROWS = 64
+"""The same for the matrix of the vocabulary: few tokens of a step ask for logits, and proving it costs seconds."""
 _SMALL_VALUES = 1 << 18
 """Below, a packed kernel's call costs more than its product saves (measured: 25 us against 4 us for 128 x 64)."""
 
@@ -38,15 +40,16 @@ class Packer:
     def __init__(self, kernel: Kernel, device: torch.device) -> None:
         self.kernel, self.device = kernel, device
         self._tiles: dict[tuple[int, ...], RowTiles] = {}
+        """By shape and limit."""
         self._proven: list[TiledLinear] = []
 
-    def pack(self, weight: Tensor) -> TiledLinear:
-        """weight: [out, in] fp32; it may be freed.  Raises NotInvariant."""
+    def pack(self, weight: Tensor, *, limit: int = MOST_ROWS) -> TiledLinear:
+        """weight: [out, in] fp32; it may be freed.  limit: of the row counts to prove.  Raises NotInvariant."""
         kernel = self.kernel if weight.numel() >= _SMALL_VALUES else plain(self.kernel)
         linear = Linear(kernel, weight)
-        shape = tuple(weight.shape)
+        shape = (*weight.shape, limit)
         if shape not in self._tiles:
-            self._tiles[shape], _ = prove(kernel, [linear], limit=MOST_ROWS, device=self.device)
+            self._tiles[shape], _ = prove(kernel, [linear], limit=limit, device=self.device)
             self._proven.append(TiledLinear(linear, self._tiles[shape]))
         return TiledLinear(linear, self._tiles[shape])
 
@@ -73,9 +76,9 @@ class Source:
         """prefix: of tensor names, with its dot; "" for the model's own."""
         self.checkpoint, self.packer, self.prefix = checkpoint, packer, prefix
 
-    def matrix(self, name: str) -> TiledLinear:
+    def matrix(self, name: str, *, limit: int = MOST_ROWS) -> TiledLinear:
         """The packed matrix `prefix + name + ".weight"`."""
-        return self.packer.pack(self.tensor(f"{name}.weight"))
+        return self.packer.pack(self.tensor(f"{name}.weight"), limit=limit)
 
     def groups(self, name: str, count: int) -> tuple[TiledLinear, ...]:
         """A matrix cut into `count` equal parts of its rows."""

@@ -132,7 +132,7 @@ def test_an_engine_that_waits_has_one_step_at_a_time(folder, grammars):
 async def test_a_state_to_keep_is_read_before_the_windows_go_on(tmp_path):
     """A model with windows: the state that is saved is the one a cold run has there, though steps overlap."""
     async with decode_replica(tiny_v41(), states=tmp_path, run_ahead=True) as rig:
-        wanted = request("saved", 30, max_tokens=24)
+        wanted = request("saved", 40, max_tokens=12)
         expected = rig.source.answer(wanted)
         assert expected == await rig.answer(wanted)
         await rig.idle()
