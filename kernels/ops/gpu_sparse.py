@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.ops import gpu_sparse_hopper
 from kernels.ops.gpu_formats import (
     IN_PYTHON,
     bf16,
@@ -32,7 +33,7 @@ from kernels.ops.gpu_formats import (
     low_bf16,
     power,
 )
-from kernels.ops.gpu_launch import check, power_of_two, runs_kernels
+from kernels.ops.gpu_launch import INTERPRETED, check, power_of_two, runs_kernels, tiles
 from kernels.ops.gpu_records import Section
 from kernels.ops.quant import MainFp4, WindowFp8, fp8_round_trip
 from kernels.ops.rope import rotate_last
@@ -53,6 +54,8 @@ class Cut:
 
 
 CUT = Cut(keys=32, warps=8, stages=1)
+HOPPER = Cut(keys=gpu_sparse_hopper.KEYS, warps=gpu_sparse_hopper.WARPS, stages=1)
+"""Of the kernel in Gluon."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +106,12 @@ def attend(
     out = torch.empty_like(queries)
     main = ring if chosen is None else chosen.main
     where, counts = (windows.slots, windows.slots) if chosen is None else (chosen.where, chosen.counts)
-    _attend_kernel[(len(queries),)](
+    # By the model's shape alone: one kernel for decode and prefill and any number of rows, so bits stay a token's own.
+    by_hopper = _fits_hopper(queries, windows.window_tokens)
+    kernel, cut = (gpu_sparse_hopper.attend_kernel, HOPPER) if by_hopper else (_attend_kernel, CUT)
+    # Older keys than the window's are hidden by `lowest`: whole turns look back a little further.
+    reach = tiles(windows.window_tokens, cut.keys) * cut.keys if by_hopper else windows.window_tokens
+    kernel[(len(queries),)](
         queries.view(torch.int32),
         cos,
         sin,
@@ -128,17 +136,24 @@ def attend(
         ROWS=max(power_of_two(heads), LEAST_HEADS),
         SIZE=size,
         PAIRS=cos.shape[1],
-        WINDOW=windows.window_tokens,
+        WINDOW=reach,
         RING=windows.ring_tokens,
         WINDOW_RECORD=ring.record_bytes,
         MOST=0 if chosen is None else where.shape[1],
         PER_BLOCK=1 if chosen is None else chosen.entries_per_block,
         MAIN_RECORD=main.record_bytes,
-        KEYS=CUT.keys,
-        num_warps=CUT.warps,
-        num_stages=CUT.stages,
+        KEYS=cut.keys,
+        num_warps=cut.warps,
+        num_stages=cut.stages,
     )
     return out
+
+
+def _fits_hopper(queries: Tensor, window: int) -> bool:
+    """Is this the GPU and are these the dimensions that the kernel in Gluon is made for?"""
+    is_hopper = not INTERPRETED and torch.cuda.get_device_capability() == (9, 0)
+    shape = (gpu_sparse_hopper.ROWS, gpu_sparse_hopper.SIZE)
+    return is_hopper and tuple(queries.shape[1:]) == shape and window > gpu_sparse_hopper.KEYS
 
 
 def _twin(

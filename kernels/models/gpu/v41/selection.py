@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.models.gpu.v41.step import Step
+from kernels.models.gpu.v41.step import Rows, Step
 from kernels.models.gpu.v41.tokens import Half, Slab
 from kernels.models.gpu.v41.weights import IndexerWeights
 from kernels.models.v41.config import V41Config
@@ -22,10 +22,10 @@ class Indexer:
         self._ratio = config.compress_ratios[layer]
         self._source = config.kv_source_of(layer)
 
-    def run(self, step: Step, x: Tensor, latent: Tensor) -> None:
+    def run(self, step: Step, x: Tensor, latent: Rows) -> None:
         """Publish the step's choice.
 
-        x: [tokens, hidden] bf16, normalised.  latent: [tokens, q_lora] bf16 (fp8), of the layer's queries.
+        x: [tokens, hidden] bf16, normalised.  latent: [tokens, q_lora] (fp8), of the layer's queries.
         """
         half, source = step.half, step.records.sources[self._source]
         seen = half.seen[self._ratio]

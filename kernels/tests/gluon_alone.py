@@ -1,0 +1,262 @@
+"""What does a Gluon kernel compute whose programs do not meet? Its own source, in Python, one program after the other.
+
+Tensors stand for tensors, and layouts mean nothing. Addresses are real ones, so that reading beside every argument is
+found. Products are made when they are asked for, or when they are waited for: a kernel that is right is so with both.
+"""
+# mypy: disable-error-code="import-untyped, no-untyped-def, no-untyped-call"
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.runtime.jit import JITFunction
+
+UNSIGNED = torch.int64
+"""What holds whole numbers of 32 bits without a sign."""
+_E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+class Value(Tensor):
+    """A tensor that is cast as kernels cast."""
+
+    type = SimpleNamespace(layout=None)  # type: ignore[assignment]  # a kernel's types, not torch's
+
+    def __iadd__(self, more):  # type: ignore[misc]  # makes a new one, maybe of another shape
+        return self + more
+
+    def to(self, dtype, bitcast=False):  # type: ignore[override]  # a kernel's cast, not torch's
+        if not bitcast:
+            return super().to(dtype)
+        plain = self
+        if self.dtype == UNSIGNED:
+            plain = torch.where(self > 0x7FFFFFFF, self - 2**32, self).as_subclass(Value)
+            plain = plain.to(torch.int32)
+        if dtype == UNSIGNED:
+            return plain.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+        return plain.view(dtype)
+
+
+def valued(made: Any) -> Value:
+    return torch.as_tensor(made).as_subclass(Value)
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """Addresses."""
+
+    address: Tensor
+    dtype: torch.dtype
+
+    def __add__(self, more):
+        return Pointer(self.address + torch.as_tensor(more).long() * self.dtype.itemsize, self.dtype)
+
+    def __sub__(self, less):
+        return self + -less
+
+    def __getitem__(self, index):
+        return Pointer(self.address[index], self.dtype)
+
+    def to(self, dtype):
+        return Pointer(self.address, dtype)
+
+
+@dataclass
+class Shared:
+    """Shared memory."""
+
+    data: Tensor
+
+    def index(self, at):
+        return Shared(self.data[int(at)])
+
+    def slice(self, first, count, dim=0):
+        return Shared(self.data.narrow(dim, first, count))
+
+    @property
+    def shape(self):
+        return self.data.shape
+
+    def permute(self, order):
+        return Shared(self.data.permute(order))
+
+    def store(self, value):
+        assert value.shape == self.data.shape
+        assert value.dtype == self.data.dtype
+        self.data.copy_(value)
+
+    def load(self, _layout):
+        return valued(self.data.clone())
+
+    def _reinterpret(self, dtype, shape, _layout):
+        assert list(self.data.view(dtype).shape) == list(shape)
+        return Shared(self.data.view(dtype))
+
+
+class Pending:
+    """A product that was asked for."""
+
+    def __init__(self, a, b, acc) -> None:
+        self._operands = (a, b, acc)
+
+    def made(self):
+        a, b, acc = (
+            each.made() if isinstance(each, Pending) else getattr(each, "data", each) for each in self._operands
+        )
+        return valued(acc + a.float() @ b.float())
+
+
+def e2m1_words(four, scale):
+    """As the kernels' PTX: low nibbles of bytes 0, 1 and 2, 3, then the high ones, times a bf16, two in a word."""
+    values = [_E2M1[(four >> shift).long() & 15] for shift in range(0, 32, 4)]
+    return tuple(pair(values[low], values[low + 2], scale) for low in (0, 4, 1, 5))
+
+
+def e4m3_words(four, scale):
+    """Likewise: bytes 0 and 2, then 1 and 3."""
+    parts = [((four >> shift) & 255).to(torch.uint8).view(torch.float8_e4m3fn).float() for shift in range(0, 32, 8)]
+    return pair(parts[0], parts[2], scale), pair(parts[1], parts[3], scale)
+
+
+def pair(low, high, scale):
+    factor = (scale << 16).view(torch.float32)
+    low, high = ((each * factor).bfloat16().view(torch.int16).int() for each in (low, high))
+    return valued((low & 0xFFFF) | (high << 16))
+
+
+class Machine:
+    """What a kernel's source names, over the memory of one launch."""
+
+    def __init__(self, *, is_late: bool) -> None:
+        self._is_late = is_late
+        self._program: tuple[int, ...] = ()
+        self._memory: list[Tensor] = []
+
+    def _places(self, at, mask):
+        """For each tensor of the launch: which elements of an access are in it, its bytes, and which of them they are."""
+        address, mask = torch.broadcast_tensors(at.address, torch.as_tensor(mask))
+        found = torch.zeros_like(mask)
+        for memory in self._memory:
+            start = memory.data_ptr()
+            inside = mask & (address >= start) & (address < start + memory.nbytes)
+            found |= inside
+            if inside.any():
+                assert not (address[inside] % at.dtype.itemsize).any()
+                place = (address[inside] - start).as_subclass(Tensor)[:, None] + torch.arange(at.dtype.itemsize)
+                yield inside, memory.view(-1).view(torch.uint8), place
+        assert torch.equal(found, mask), "an access beside every argument"
+
+    def load(self, at, mask=True, other=0):
+        got = torch.full(torch.broadcast_shapes(at.address.shape, torch.as_tensor(mask).shape), other, dtype=at.dtype)
+        for inside, memory, place in self._places(at, mask):
+            got[inside] = memory[place].view(at.dtype)[:, 0]
+        return valued(got)
+
+    def store(self, at, value, mask=True):
+        assert value.dtype == at.dtype
+        value = value.broadcast_to(at.address.shape)
+        for inside, memory, place in self._places(at, mask):
+            memory[place] = value[inside].as_subclass(Tensor).contiguous()[:, None].view(torch.uint8)
+
+    def multiply(self, a, b, acc, *, use_acc=True, is_async):
+        assert is_async
+        pending = Pending(a, b, acc if use_acc else 0.0)
+        return pending if self._is_late else pending.made()
+
+    def wait(self, count, deps):
+        assert count == 0
+        made = [each.made() if isinstance(each, Pending) else each for each in deps]
+        return made[0] if len(made) == 1 else made
+
+    def allocate(self, dtype, shape, _layout):
+        return Shared(torch.full(shape, float("nan"), dtype=dtype))
+
+    def names(self) -> dict[str, Any]:
+        def one(name: str) -> Callable[..., Any]:
+            return lambda *args, axis=None: getattr(torch, name)(*args, **({} if axis is None else {"dim": axis}))
+
+        def two(name: str) -> Callable[..., Any]:
+            return lambda a, b: getattr(torch, name)(*(torch.as_tensor(each, dtype=_kind(a, b)) for each in (a, b)))
+
+        def where(which, a, b):
+            if isinstance(a, Pointer):
+                return Pointer(torch.where(which, a.address, b.address), a.dtype)
+            return valued(torch.where(torch.as_tensor(which), a, b))
+
+        layouts = ("BlockedLayout", "DistributedLinearLayout", "DotOperandLayout", "NVMMADistributedLayout",
+                   "NVMMASharedLayout", "SliceLayout")  # fmt: skip
+        language = SimpleNamespace(
+            **dict.fromkeys(layouts, lambda *_: None),
+            **{name: one(name) for name in ("abs", "exp2", "sum")},
+            **{name: two(name) for name in ("maximum", "minimum")},
+            bfloat16=torch.bfloat16, float32=torch.float32, float8e4nv=torch.float8_e4m3fn,
+            int16=torch.int16, int32=torch.int32, int64=torch.int64, uint32=UNSIGNED,
+            pointer_type=lambda dtype: dtype,
+            program_id=lambda axis: valued(torch.tensor(self._program[axis], dtype=torch.int32)),
+            arange=lambda start, end, layout: valued(torch.arange(start, end, dtype=torch.int32)),
+            zeros=lambda shape, dtype, _layout: valued(torch.zeros(shape, dtype=dtype)),
+            full_like=torch.full_like, div_rn=torch.div, max=torch.amax, where=where,
+            load=self.load, store=self.store,
+            join=lambda a, b: torch.stack((a, b), dim=-1),
+            expand_dims=torch.unsqueeze,
+            convert_layout=lambda value, _layout, assert_trivial=False: value,
+            static_range=range, static_assert=lambda _: None, allocate_shared_memory=self.allocate,
+        )  # fmt: skip
+        return {
+            "gl": language,
+            "fence_async_shared": lambda: None,
+            "warpgroup_mma": self.multiply,
+            "warpgroup_mma_wait": self.wait,
+            "_e2m1_words": e2m1_words,
+            "_e4m3_words": e4m3_words,
+        }
+
+    def function(self, kernel: JITFunction[Any]) -> FunctionType:
+        """A kernel's source over this machine; its parts are in its own module."""
+        names: dict[str, Any] = {}
+        for name, value in kernel.fn.__globals__.items():
+            if isinstance(value, JITFunction):
+                names[name] = FunctionType(value.fn.__code__, names)
+            else:
+                names[name] = value.value if isinstance(value, gl.constexpr) else value
+        names.update(self.names())
+        return FunctionType(kernel.fn.__code__, names)
+
+    def run(
+        self, kernel: JITFunction[Any], grid: tuple[int, ...], args: tuple[Any, ...], named: dict[str, Any]
+    ) -> None:
+        """All programs."""
+        self._memory = list({each.data_ptr(): each for each in args if isinstance(each, Tensor)}.values())
+        taken = [
+            Pointer(valued(torch.tensor(each.data_ptr())), each.dtype) if isinstance(each, Tensor) else each
+            for each in args
+        ]
+        for first in range(grid[0]):
+            for second in range(grid[1] if len(grid) > 1 else 1):
+                self._program = (first, second)
+                self.function(kernel)(*taken, **named)
+
+
+def _kind(a: Any, b: Any) -> torch.dtype:
+    """A number takes the type of the tensor beside it."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.promote_types(a.dtype, b.dtype)
+    return a.dtype if isinstance(a, Tensor) else b.dtype
+
+
+class Launcher:
+    """What is launched like a kernel, and runs its source here."""
+
+    def __init__(self, kernel: JITFunction[Any], *, is_late: bool) -> None:
+        self._kernel, self._is_late = kernel, is_late
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: Any, num_warps: int, num_stages: int = 1, **named: Any) -> None:
+            Machine(is_late=self._is_late).run(self._kernel, grid, args, named)
+
+        return launch
