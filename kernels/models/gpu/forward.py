@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kernels.models.config import ModelConfig
+from kernels.models.gpu.one_kernel import OneKernel
 from kernels.models.gpu.weights import GpuWeights, heads_of
 from kernels.ops.gpu_attention import PART_TOKENS, SINGLE, Shape, attend
+from kernels.ops.gpu_layer_cut import MOST_ROWS
 from kernels.ops.gpu_linear import MOST_GATED_ROWS, library_linear, linear, linear_parts, linear_swiglu, parts_for
 from kernels.ops.gpu_norm import add_rms_norm
 from kernels.ops.gpu_rope_cache import Paging, rope_and_store
@@ -41,6 +43,8 @@ class Tokens:
     """Tiles that cover at least the wanted tokens."""
     part: int = PART_TOKENS
     """Keys of attention's parts."""
+    is_decode: bool = False
+    """One token of each sequence, all of them wanted."""
 
 
 class Stack:
@@ -53,10 +57,14 @@ class Stack:
         self._heads = heads_of(config)
         self._eps = config.norm_eps
         self.invariant = invariant
+        self._one_kernel = None if invariant else OneKernel.where_it_runs(config, weights, layers)
 
     def forward(self, at: Tokens) -> Tensor:
         """Logits of the wanted tokens, [wanted, vocab_size] fp32; K and V of all tokens go to their blocks."""
         weights = self._weights
+        if self._one_kernel is not None and at.is_decode and len(at.token_ids) <= MOST_ROWS:
+            x = self._one_kernel.layers(at.token_ids, at.rows, at.positions)
+            return self._linear(x, weights.head, wide=True)
         residual = weights.embedding[at.token_ids]
         x = add_rms_norm(None, residual, weights.layers[0].attention_norm, eps=self._eps)
         norms = [*(layer.attention_norm for layer in weights.layers[1:]), weights.norm]

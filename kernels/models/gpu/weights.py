@@ -51,23 +51,32 @@ def check_supported(config: ModelConfig) -> None:
 
 
 def load_weights(config: ModelConfig, weights: Weights, device: torch.device, progress: Progress) -> GpuWeights:
-    """Read every tensor, layer by layer."""
+    """Read every tensor, layer by layer; a kind's matrices of all layers lie one after the other."""
 
     def fetch(name: str) -> Tensor:
         return weights.tensor(name).to(device, torch.bfloat16).contiguous()
 
-    steps = config.num_layers + 1
+    def stack(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device=device)
+
+    steps, hidden, count = config.num_layers + 1, config.hidden_size, config.num_layers
     progress("load weights", 0, steps)
     cos, sin = (table.to(device) for table in rope_table(config))
     embedding = fetch("model.embed_tokens.weight")
     head = embedding if config.tie_embeddings else fetch("lm_head.weight")
+    qkv, output = (
+        stack(count, heads_of(config).row_size, hidden),
+        stack(count, hidden, config.num_heads * config.head_dim),
+    )
+    gate_up, down = stack(count, 2 * config.ffn_size, hidden), stack(count, hidden, config.ffn_size)
+    norms = stack(2 * count + 1, hidden)
     layers = []
-    for index in range(config.num_layers):
+    for index in range(count):
         progress("load weights", index + 1, steps)
         prefix = f"model.layers.{index}."
 
-        def joined(names: tuple[str, ...], prefix: str = prefix) -> Tensor:
-            return torch.cat([fetch(prefix + name) for name in names])
+        def joined(names: tuple[str, ...], into: Tensor | None = None, prefix: str = prefix) -> Tensor:
+            return torch.cat([fetch(prefix + name) for name in names], out=into)
 
         attention = tuple(f"self_attn.{name}_proj" for name in "qkv")
         turning = Turning(
@@ -79,15 +88,15 @@ def load_weights(config: ModelConfig, weights: Weights, device: torch.device, pr
         )
         layers.append(
             GpuLayer(
-                attention_norm=fetch(prefix + "input_layernorm.weight"),
-                ffn_norm=fetch(prefix + "post_attention_layernorm.weight"),
-                qkv=joined(tuple(f"{name}.weight" for name in attention)),
-                output=fetch(prefix + "self_attn.o_proj.weight"),
+                attention_norm=joined(("input_layernorm.weight",), norms[2 * index]),
+                ffn_norm=joined(("post_attention_layernorm.weight",), norms[2 * index + 1]),
+                qkv=joined(tuple(f"{name}.weight" for name in attention), qkv[index]),
+                output=joined(("self_attn.o_proj.weight",), output[index]),
                 output_bias=fetch(prefix + "self_attn.o_proj.bias") if config.output_bias else None,
-                gate_up=joined(("mlp.gate_proj.weight", "mlp.up_proj.weight")),
-                down=fetch(prefix + "mlp.down_proj.weight"),
+                gate_up=joined(("mlp.gate_proj.weight", "mlp.up_proj.weight"), gate_up[index]),
+                down=joined(("mlp.down_proj.weight",), down[index]),
                 turning=turning,
             )
         )
     progress("load weights", steps, steps)
-    return GpuWeights(embedding, tuple(layers), fetch("model.norm.weight"), head)
+    return GpuWeights(embedding, tuple(layers), norms[-1].copy_(fetch("model.norm.weight")), head)
