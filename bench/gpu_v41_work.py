@@ -1,15 +1,15 @@
 """What does a V4.1 step ask of one GPU, kernel by kernel, and how many bytes and operations must each move at least?
 
-Real dimensions, random weights. Decode: one rank of 64 that share the experts (7 experts a layer here, each step's
-rows of all ranks emulated), `requests` sequences of 1 + 3 rows. Prefill: one chunk of one sequence, all experts here.
-Bytes: inputs once, outputs once, weights once in their stored format. The drafter and the exchange between ranks are
-not in it.
+Real dimensions, random weights, kernels of the fastest mode. Decode: one rank of 64 that share the experts (7 experts
+a layer here, each step's rows of all ranks emulated), `requests` sequences of 1 + 3 rows. Prefill: one chunk of one
+sequence, all experts here. Bytes: inputs once, outputs once, both counted in bf16, weights once in their stored format.
+The drafter and the exchange between ranks are not in it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -36,12 +36,20 @@ from bench.gpu_v41_cases import (
     WIDTH,
     WINDOW,
 )
+from bench.gpu_v41_expert_work import CUDA, noise, plain_experts, random_e4m3, restated_experts
+from kernels.models.gpu.v41.step import Products, interleaved
 from kernels.ops.gpu_engram import add_memory, read_rows
-from kernels.ops.gpu_grouped import Format, Tile, Weights, multiply, multiply_gated
+from kernels.ops.gpu_fp8 import (
+    RowScaled,
+    norm_rows,
+    product,
+    span_rows,
+    swiglu_rows,
+)
+from kernels.ops.gpu_grouped import Format, Tile
 from kernels.ops.gpu_hyper import MixingWeights, enter, leave, split_weight
 from kernels.ops.gpu_index import QUERIES, Keys, locate, score, score_candidates, select
 from kernels.ops.gpu_moe import combine, group, route
-from kernels.ops.gpu_quant import norm_fp8, round_fp8, swiglu_fp8
 from kernels.ops.gpu_records import (
     Section,
     compress_entries,
@@ -54,7 +62,6 @@ from kernels.ops.gpu_records import (
 from kernels.ops.gpu_sparse import Chosen, Windows, attend
 from kernels.ops.hyper import Coefficients
 
-CUDA = torch.device("cuda")
 GROUPS = 8
 ENGRAM_ROWS, ENGRAM_PARTS, ENGRAM_DIM = 1 << 20, 24, 256
 VOCABULARY = 129_280
@@ -73,27 +80,6 @@ class Work:
     flops: float = 0.0
     is_fp8: bool = False
     """Its operations may run on the fp8 units; the floor takes their rate."""
-
-
-def noise(*shape: int, scale: float = 1.0) -> Tensor:
-    return (torch.randn(*shape, device=CUDA) * scale).bfloat16()
-
-
-def random_weights(kind: Format, experts: int, out: int, size: int) -> Weights:
-    """Random bytes are fp4 pairs; fp8 takes those that are no NaN."""
-    if kind == "bf16":
-        none = torch.empty(0, dtype=torch.uint8, device=CUDA)
-        return Weights(kind, torch.randn(experts, out, size, device=CUDA, dtype=torch.bfloat16).mul_(0.02), none, size)
-    if kind == "fp4":
-        data = torch.randint(0, 256, (experts, out, size // 2), dtype=torch.uint8, device=CUDA)
-        return Weights(kind, data, _exponents(experts, out, size // 32), size)
-    data = torch.randint(0, 0x78, (experts, out, size), dtype=torch.uint8, device=CUDA)
-    data |= torch.randint(0, 2, data.shape, dtype=torch.uint8, device=CUDA) << 7
-    return Weights(kind, data, _exponents(experts, out // 32, size // 32), size)
-
-
-def _exponents(*shape: int) -> Tensor:
-    return torch.randint(117, 120, shape, dtype=torch.uint8, device=CUDA)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,14 +127,32 @@ class Builder:
         calls = call if isinstance(call, list) else [call]
         self.work.append(Work(name, count, calls, num_bytes, flops, is_fp8))
 
-    def dense(self, name: str, count: int, out: int, size: int, *, fp8: bool = True, fp32_out: bool = False) -> None:
-        """A library product with bf16 copies; the floor counts fp8 weights once where they are stored so."""
+    def dense(
+        self,
+        name: str,
+        count: int,
+        out: int,
+        size: int,
+        *,
+        fp8: bool = True,
+        fp32_out: bool = False,
+        is_restated: bool = True,
+    ) -> None:
+        """A library product; the floor counts fp8 weights once where they are stored so.
+
+        is_restated: fp8 weights are multiplied in fp8; else they are bf16 copies.
+        """
         tokens = self.shape.tokens
         x = noise(tokens, size)
         copies = max(min(200_000_000 // (out * size * 2), 8), 1)
-        weights = [noise(out, size, scale=0.02) for _ in range(copies)]
+        weights: list[Tensor | RowScaled] = [
+            random_e4m3(1, out, size) if fp8 and is_restated else noise(out, size, scale=0.02) for _ in range(copies)
+        ]
+        rows = span_rows(x)
 
-        def call(weight: Tensor) -> Callable[[], object]:
+        def call(weight: Tensor | RowScaled) -> Callable[[], object]:
+            if isinstance(weight, RowScaled):
+                return lambda: product(rows, weight)
             if fp32_out:
                 return lambda: torch.mm(x, weight.t(), out_dtype=torch.float32)
             return lambda: torch.mm(x, weight.t())
@@ -171,22 +175,22 @@ class Builder:
         made = Coefficients(*(torch.rand(tokens, *size, device=CUDA) for size in ((4,), (4,), (4, 4))))
         streams, output = [noise(tokens, 4, HIDDEN) for _ in range(4)], noise(tokens, HIDDEN)
 
-        def call(each: Tensor) -> Callable[[], object]:
-            return lambda: enter(each, output, made, weights)
+        def call(each: Tensor, *, restates: bool) -> Callable[[], object]:
+            return lambda: enter(each, output, made, weights, restates=restates)
 
         once = 2 * tokens * HIDDEN
         flops = 2.0 * tokens * 24 * 4 * HIDDEN
-        self.add("mhc", 2 * layers, [call(each) for each in streams], once * 11 + 24 * 16 * HIDDEN, flops)
+        calls = [call(each, restates=restates) for each in streams for restates in (False, True)]
+        self.add("mhc", 2 * layers, calls, once * 11 + 24 * 16 * HIDDEN, flops)
         self.add("mhc leave", 2, lambda: leave(streams[0], output, made), once * 9)
 
     def attention(self) -> None:
         shape, layers = self.shape, self.shape.layers
         tokens, each = shape.tokens, shape.tokens // shape.requests
-        self.dense("wq_a", layers, Q_LORA, HIDDEN)
-        latent, weight = noise(tokens, Q_LORA), torch.rand(Q_LORA, device=CUDA)
-        self.add("q norm", layers, lambda: norm_fp8(latent, weight, eps=EPS), 2 * tokens * Q_LORA * 3)
+        self.dense("wq_a, wkv", layers, Q_LORA + HEAD, HIDDEN, is_restated=False)
+        latent, weight = noise(tokens, Q_LORA + HEAD)[:, :Q_LORA], torch.rand(Q_LORA, device=CUDA)
+        self.add("q norm", layers, lambda: norm_rows(latent, weight, eps=EPS), 2 * tokens * Q_LORA * 3)
         self.dense("wq_b", layers, HEADS * HEAD, Q_LORA)
-        self.dense("wkv", layers, HEAD, HIDDEN)
         keys, norm = noise(tokens, HEAD), torch.rand(HEAD, device=CUDA)
         self.add("window records", layers, lambda: window_records(keys, norm, *self.turn, eps=EPS), tokens * 1552)
         own = window_records(keys, norm, *self.turn, eps=EPS)
@@ -225,20 +229,22 @@ class Builder:
         self.add("attention", layers - 2, run(chosen), moved, flops)
         self.add("attention, window", 2, run(None), 4.0 * tokens * HEADS * HEAD, 4.0 * HEADS * HEAD * tokens * WINDOW)
         attended = noise(tokens, GROUPS, HEADS // GROUPS * HEAD)
-        down = [noise(GROUPS, HEADS // GROUPS * HEAD, O_LORA, scale=0.02) for _ in range(shape.copies)]
+        down = [random_e4m3(GROUPS, O_LORA, HEADS // GROUPS * HEAD) for _ in range(shape.copies)]
+        by_group = interleaved(tokens, GROUPS, CUDA)
 
-        def grouped(matrix: Tensor) -> Callable[[], object]:
-            return lambda: torch.bmm(attended.transpose(0, 1), matrix)
+        def grouped(matrix: RowScaled) -> Callable[[], object]:
+            return lambda: Products(is_invariant=False).grouped(attended, matrix, by_group)
 
         size = HEADS * HEAD
         flops = 2.0 * tokens * size * O_LORA
         moved = size * O_LORA + 2.0 * tokens * (size + GROUPS * O_LORA)
         self.add("wo_a", layers, [grouped(matrix) for matrix in down], moved, flops, is_fp8=True)
-        middle = noise(tokens, GROUPS * O_LORA)
-        self.add("wo_a round", layers, lambda: round_fp8(middle), 4 * tokens * GROUPS * O_LORA)
+        middle = torch.randn(tokens, GROUPS * O_LORA, device=CUDA)
+        self.add("wo_a round", layers, lambda: span_rows(middle, rounds=True), 4 * tokens * GROUPS * O_LORA)
         self.dense("wo_b", layers, HIDDEN, GROUPS * O_LORA)
 
-    def experts(self, kind: Format, tiles: tuple[Tile | None, ...] = (None,)) -> None:
+    def experts(self, kind: Format | None = None, tiles: tuple[Tile | None, ...] = (None,)) -> None:
+        """kind: by our own kernel, in these formats and tiles; None = as the product does in such a step."""
         shape, layers = self.shape, self.shape.layers
         tokens, rows = shape.tokens, shape.rows
         self.dense("router", layers, EXPERTS, HIDDEN, fp8=False, fp32_out=True)
@@ -252,37 +258,22 @@ class Builder:
         self.add("group", layers, lambda: group(experts, num_experts=shape.experts), rows * 12)
         groups = group(experts, num_experts=shape.experts)
         x, factors = noise(rows // wanted, HIDDEN), torch.rand(rows, device=CUDA)
-        hidden, by_slot = noise(rows, WIDTH), noise(rows, HIDDEN)
-        straight = replace(groups, sources=groups.targets)
-        up = [random_weights(kind, shape.experts, 2 * WIDTH, HIDDEN) for _ in range(shape.copies)]
-        down = [random_weights(kind, shape.experts, HIDDEN, WIDTH) for _ in range(shape.copies)]
-
-        def gated(weights: Weights, tile: Tile | None) -> Callable[[], object]:
-            return lambda: multiply_gated(x, weights, groups, factors, limit=LIMIT, num_out=rows, tile=tile)
-
-        def plain(weights: Weights, tile: Tile | None) -> Callable[[], object]:
-            return lambda: multiply(hidden, weights, straight, num_out=rows, tile=tile)
-
-        for tile in tiles:
-            name = kind if tile is None else f"{kind} {tile.rows}x{tile.outs} w{tile.warps} s{tile.stages}"
-            stored = up[0].num_bytes if kind == "fp4" else shape.experts * 2 * WIDTH * HIDDEN * 17 // 32
-            moved = stored + 2.0 * rows * (HIDDEN + WIDTH)
-            flops = 4.0 * rows * WIDTH * HIDDEN
-            self.add(f"experts up {name}", layers, [gated(each, tile) for each in up], moved, flops, is_fp8=True)
-            moved = stored / 2 + 2.0 * rows * (HIDDEN + WIDTH)
-            self.add(
-                f"experts down {name}", layers, [plain(each, tile) for each in down], moved, flops / 2, is_fp8=True
-            )
-        shared = noise(tokens, HIDDEN)
+        by_slot = noise(rows, HIDDEN)
+        if kind is None:
+            restated_experts(self, groups, x, factors)
+        else:
+            plain_experts(self, kind, tiles, groups, x, factors)
+        shared, places = noise(tokens, HIDDEN), groups.places
+        assert places is not None
         self.add(
             "combine",
             layers,
-            lambda: combine(by_slot[: tokens * TOP_K], shared, top_k=TOP_K),
+            lambda: combine(by_slot[: tokens * TOP_K], shared, top_k=TOP_K, places=places),
             2.0 * tokens * HIDDEN * (TOP_K + 2),
         )
         self.dense("shared up", layers, 2 * WIDTH, HIDDEN)
         both = noise(tokens, 2 * WIDTH)
-        self.add("shared swiglu", layers, lambda: swiglu_fp8(both, None, limit=LIMIT), 6 * tokens * WIDTH)
+        self.add("shared swiglu", layers, lambda: swiglu_rows(both, limit=LIMIT), 6 * tokens * WIDTH)
         self.dense("shared down", layers, HIDDEN, WIDTH)
 
     def compressor(self) -> None:

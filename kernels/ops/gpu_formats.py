@@ -129,8 +129,10 @@ def fp8_value(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
 def fp8_round_trip(x: tl.tensor, GROUPS: tl.constexpr) -> tl.tensor:
     """[rows, GROUPS * 32] fp32 -> what their fp8 record holds, fp32."""
     groups = tl.reshape(x, (x.shape[0], GROUPS, 32))
-    scale = power(fp8_exponent(tl.max(tl.abs(groups), axis=2)))[:, :, None]
-    return tl.reshape(fp8_value(groups, tl.broadcast_to(scale, groups.shape)), x.shape)
+    exponent = fp8_exponent(tl.max(tl.abs(groups), axis=2))[:, :, None]
+    # Multiplying by a power of two's inverse is as exact as dividing, and several times as fast.
+    bits = e4m3_bits(groups * tl.broadcast_to(power(254 - exponent), groups.shape))
+    return tl.reshape(e4m3_value(bits) * tl.broadcast_to(power(exponent), groups.shape), x.shape)
 
 
 @triton.jit

@@ -114,6 +114,8 @@ class Groups:
     """[positions] int32: the row of the input that stands at each position."""
     targets: Tensor
     """[positions] int32: the row of the output it becomes."""
+    places: Tensor | None = None
+    """[targets] int32: the position of each; where somebody reads rows that were left in the order of positions."""
 
 
 @dataclass(frozen=True, slots=True)

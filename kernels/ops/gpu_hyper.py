@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.ops.gpu_formats import bf16, dot, fp8_round_trip
+from kernels.ops.gpu_fp8 import SpanRows, as_rows, empty_rows, restated_twin, write_spans
 from kernels.ops.gpu_launch import check, power_of_two, runs_kernels, tiles
 from kernels.ops.gpu_quant import norm_twin
 from kernels.ops.hyper import COEFFICIENTS, STREAMS, Coefficients, coefficients, collapse, mean_square, update
@@ -73,6 +74,8 @@ class Entered:
     rounded: Tensor
     made: Coefficients
     """For this sublayer's own output, and for the input of the next."""
+    restated: SpanRows | None = None
+    """What an fp8 product sees of x once more, under one scale a row; where it was asked for."""
 
 
 def split_weight(weight: Tensor) -> Tensor:
@@ -93,6 +96,7 @@ def enter(
     *,
     pre: Tensor | None = None,
     is_invariant: bool = False,
+    restates: bool = False,
 ) -> Entered:
     """Leave a sublayer and enter the next.
 
@@ -100,19 +104,20 @@ def enter(
     None where the streams are what enters (the first layer, and after n-gram memory).  before: its coefficients; of
     them only `pre` counts without an output.  pre: instead of that one's.  is_invariant: make the products slice by
     slice, so that a token's bits do not depend on how many there are; else by the library, several times as fast.
+    restates: write the input under one scale a row, too.
     """
     tokens, _, hidden = streams.shape
     check(streams.dtype == torch.bfloat16 and streams.is_contiguous(), "streams are bf16, end to end")
     check(weights.parts.shape == (3, ROWS, STREAMS * hidden), "the weight is split, and of these streams")
     mixed_by = before.pre if pre is None else pre
     if not runs_kernels(streams):
-        return _enter_twin(streams, output, before, weights, mixed_by)
+        return _enter_twin(streams, output, before, weights, mixed_by, restates=restates)
     after = streams if output is None else torch.empty_like(streams)
     mixed = torch.empty(tokens, hidden, dtype=streams.dtype, device=streams.device)
     sums, squares = _go_over(
         streams, output, before, mixed_by, weights.parts, after=after, mixed=mixed, is_invariant=is_invariant
     )
-    return _finish(after, mixed, sums, squares, weights)
+    return _finish(after, mixed, sums, squares, weights, restates=restates)
 
 
 def _go_over(
@@ -162,10 +167,13 @@ def _go_over(
     return sums if is_invariant else _library_sums(after, parts), squares
 
 
-def _finish(after: Tensor, mixed: Tensor, sums: Tensor, squares: Tensor, weights: MixingWeights) -> Entered:
+def _finish(
+    after: Tensor, mixed: Tensor, sums: Tensor, squares: Tensor, weights: MixingWeights, *, restates: bool
+) -> Entered:
     """Coefficients of sums, and the mixture normalised."""
     tokens, hidden = mixed.shape
     x, rounded = torch.empty_like(mixed), torch.empty_like(mixed)
+    room = empty_rows(mixed) if restates else None
     shapes = ((tokens, STREAMS), (tokens, STREAMS), (tokens, STREAMS, STREAMS))
     made = Coefficients(*(torch.empty(shape, device=mixed.device) for shape in shapes))
     block = power_of_two(hidden)
@@ -181,6 +189,8 @@ def _finish(after: Tensor, mixed: Tensor, sums: Tensor, squares: Tensor, weights
         made.mix,
         x,
         rounded,
+        x if room is None else room.data,
+        x if room is None else room.scale,
         tokens,
         weights.eps,
         weights.hc_eps,
@@ -192,10 +202,11 @@ def _finish(after: Tensor, mixed: Tensor, sums: Tensor, squares: Tensor, weights
         SUM_STRIDE=sums.stride(0),
         TOKEN_STRIDE=sums.stride(1),
         ITERATIONS=weights.iterations,
+        RESTATES=restates,
         BLOCK=block,
         num_warps=min(max(block // 1024, 1), 8),
     )
-    return Entered(after, x, rounded, made)
+    return Entered(after, x, rounded, made, None if room is None else as_rows(room))
 
 
 def _library_sums(streams: Tensor, parts: Tensor) -> Tensor:
@@ -239,7 +250,13 @@ def leave(streams: Tensor, output: Tensor, made: Coefficients) -> Tensor:
 
 
 def _enter_twin(
-    streams: Tensor, output: Tensor | None, before: Coefficients, weights: MixingWeights, mixed_by: Tensor
+    streams: Tensor,
+    output: Tensor | None,
+    before: Coefficients,
+    weights: MixingWeights,
+    mixed_by: Tensor,
+    *,
+    restates: bool,
 ) -> Entered:
     wide = streams.float()
     if output is not None:
@@ -256,7 +273,8 @@ def _enter_twin(
         hc_eps=weights.hc_eps,
         iterations=weights.iterations,
     )
-    return Entered(wide.bfloat16(), x, fp8_round_trip_twin(x.float()).bfloat16(), made)
+    rounded = fp8_round_trip_twin(x.float())
+    return Entered(wide.bfloat16(), x, rounded.bfloat16(), made, restated_twin(rounded) if restates else None)
 
 
 @triton.jit
@@ -345,6 +363,8 @@ def _finish_kernel(
     mix: tl.tensor,
     x: tl.tensor,
     rounded: tl.tensor,
+    data: tl.tensor,
+    row_scale: tl.tensor,
     tokens: tl.tensor,
     eps: tl.tensor,
     hc_eps: tl.tensor,
@@ -356,6 +376,7 @@ def _finish_kernel(
     SUM_STRIDE: tl.constexpr,
     TOKEN_STRIDE: tl.constexpr,
     ITERATIONS: tl.constexpr,
+    RESTATES: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
@@ -392,5 +413,7 @@ def _finish_kernel(
     values = tl.load(mixed + token * HIDDEN + column, mask=mine, other=0.0).to(tl.float32)
     values = bf16(values / tl.sqrt_rn(mixed_square / HIDDEN + eps) * tl.load(norm + column, mask=mine, other=0.0))
     tl.store(x + token * HIDDEN + column, values.to(tl.bfloat16), mask=mine)
-    values = fp8_round_trip(tl.reshape(values, (1, BLOCK)), BLOCK // 32)
-    tl.store(rounded + token * HIDDEN + column, tl.reshape(values, (BLOCK,)).to(tl.bfloat16), mask=mine)
+    values = tl.reshape(fp8_round_trip(tl.reshape(values, (1, BLOCK)), BLOCK // 32), (BLOCK,))
+    tl.store(rounded + token * HIDDEN + column, values.to(tl.bfloat16), mask=mine)
+    if RESTATES:
+        write_spans(values, token, data, row_scale, tokens, HIDDEN, BLOCK, BLOCK)

@@ -73,11 +73,13 @@ def group(experts: Tensor, *, num_experts: int, first_expert: int = 0) -> Groups
         local = torch.where((local >= 0) & (local < num_experts), local, num_experts)
         order = torch.sort(local, stable=True).indices.int()
         counts = torch.bincount(local, minlength=num_experts + 1)[:num_experts]
-        return Groups(counts.cumsum(0).int(), order // top_k, order)
+        places = torch.empty_like(order)
+        places[order.long()] = torch.arange(slots, dtype=torch.int32, device=order.device)
+        return Groups(counts.cumsum(0).int(), order // top_k, order, places)
     device, block = experts.device, power_of_two(num_experts + 1)
     chunks = tiles(slots, CHUNK)
     counts = torch.empty(chunks, block, dtype=torch.int32, device=device)
-    ranks, order, sources = (torch.empty(slots, dtype=torch.int32, device=device) for _ in range(3))
+    ranks, order, sources, places = (torch.empty(slots, dtype=torch.int32, device=device) for _ in range(4))
     ends = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
     _count_kernel[(chunks,)](
         flat, ranks, counts, slots, first_expert, EXPERTS=num_experts, BLOCK=block, SLOTS=CHUNK, num_warps=8
@@ -92,6 +94,7 @@ def group(experts: Tensor, *, num_experts: int, first_expert: int = 0) -> Groups
         ends,
         order,
         sources,
+        places,
         slots,
         first_expert,
         EXPERTS=num_experts,
@@ -100,19 +103,28 @@ def group(experts: Tensor, *, num_experts: int, first_expert: int = 0) -> Groups
         TOP=top_k,
         num_warps=4,
     )
-    return Groups(ends[:num_experts], sources, order)
+    return Groups(ends[:num_experts], sources, order, places)
 
 
-def combine(by_slot: Tensor, shared: Tensor | None, experts: Tensor | None = None, *, top_k: int) -> Tensor:
+def combine(
+    by_slot: Tensor,
+    shared: Tensor | None,
+    experts: Tensor | None = None,
+    *,
+    top_k: int,
+    places: Tensor | None = None,
+) -> Tensor:
     """A token's experts added in the order of its slots, then the shared expert.
 
     by_slot: [tokens * top_k, hidden] bf16.  shared: [tokens, hidden] bf16, or None.  experts: [tokens, top_k] int32;
-    slots below 0 have no row.  Returns [tokens, hidden] bf16.
+    slots below 0 have no row.  places: [tokens * top_k] int32, the row of each slot; None = in order.  Returns
+    [tokens, hidden] bf16.
     """
     tokens, hidden = len(by_slot) // top_k, by_slot.shape[1]
     check(by_slot.dtype == torch.bfloat16 and by_slot.is_contiguous(), "rows are bf16, end to end")
     if not runs_kernels(by_slot):
-        slots = by_slot.float().view(tokens, top_k, hidden)
+        in_order = by_slot if places is None else by_slot[places.long()]
+        slots = in_order.float().view(tokens, top_k, hidden)
         if experts is not None:
             slots = slots.masked_fill((experts < 0)[:, :, None], 0.0)
         total = slots[:, 0].clone()
@@ -126,10 +138,12 @@ def combine(by_slot: Tensor, shared: Tensor | None, experts: Tensor | None = Non
         by_slot if shared is None else shared,
         out,
         out if experts is None else experts,
+        out if places is None else places,
         HIDDEN=hidden,
         TOP=top_k,
         SHARED=shared is not None,
         MASKED=experts is not None,
+        PLACED=places is not None,
         BLOCK=block,
         num_warps=4,
     )
@@ -249,6 +263,7 @@ def _place_kernel(
     ends: tl.tensor,
     order: tl.tensor,
     sources: tl.tensor,
+    places: tl.tensor,
     slots: tl.tensor,
     first: tl.tensor,
     EXPERTS: tl.constexpr,
@@ -266,6 +281,7 @@ def _place_kernel(
     place += tl.load(ends + local - 1, mask=is_real & (local > 0), other=0)
     tl.store(order + place, slot, mask=is_real)
     tl.store(sources + place, slot // TOP, mask=is_real)
+    tl.store(places + slot, place, mask=is_real)
 
 
 @triton.jit
@@ -274,10 +290,12 @@ def _combine_kernel(
     shared: tl.tensor,
     out: tl.tensor,
     experts: tl.tensor,
+    places: tl.tensor,
     HIDDEN: tl.constexpr,
     TOP: tl.constexpr,
     SHARED: tl.constexpr,
     MASKED: tl.constexpr,
+    PLACED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
@@ -288,7 +306,10 @@ def _combine_kernel(
         is_here = mine
         if MASKED:
             is_here = mine & (tl.load(experts + token * TOP + slot) >= 0)
-        total += tl.load(by_slot + (token * TOP + slot) * HIDDEN + column, mask=is_here, other=0.0).to(tl.float32)
+        row = token * TOP + slot
+        if PLACED:
+            row = tl.load(places + row).to(tl.int64)
+        total += tl.load(by_slot + row * HIDDEN + column, mask=is_here, other=0.0).to(tl.float32)
     if SHARED:
         total += tl.load(shared + token * HIDDEN + column, mask=mine, other=0.0).to(tl.float32)
     tl.store(out + token * HIDDEN + column, bf16(total).to(tl.bfloat16), mask=mine)

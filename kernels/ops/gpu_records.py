@@ -60,16 +60,26 @@ class Section:
 def window_records(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, *, eps: float) -> Tensor:
     """A projection's rows as window records, not yet in any ring: [tokens, size] bf16 -> [tokens, record] uint8.
 
-    weight: [size] fp32, of the norm.  cos, sin: [tokens, pairs] fp32.
+    x: rows may lie apart.  weight: [size] fp32, of the norm.  cos, sin: [tokens, pairs] fp32.
     """
     tokens, size = x.shape
-    check(x.dtype == torch.bfloat16 and x.is_contiguous() and size % 64 == 0, "rows are bf16, end to end, of 64s")
+    check(x.dtype == torch.bfloat16 and x.stride(1) == 1 and size % 64 == 0, "rows are bf16, of 64s")
     codec = WindowFp8(size)
     if not runs_kernels(x):
         return codec.encode(rotate_last(norm_twin(x, weight, eps=eps).float(), cos, sin).bfloat16().float())
     out = torch.empty(tokens, codec.record_bytes, dtype=torch.uint8, device=x.device)
     _window_kernel[(tokens,)](
-        x, weight, cos, sin, out, eps, SIZE=size, PAIRS=cos.shape[1], RECORD=codec.record_bytes, num_warps=2
+        x,
+        weight,
+        cos,
+        sin,
+        out,
+        x.stride(0),
+        eps,
+        SIZE=size,
+        PAIRS=cos.shape[1],
+        RECORD=codec.record_bytes,
+        num_warps=2,
     )
     return out
 
@@ -259,6 +269,7 @@ def _window_kernel(
     cos: tl.tensor,
     sin: tl.tensor,
     out: tl.tensor,
+    stride: tl.tensor,
     eps: tl.tensor,
     SIZE: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -268,8 +279,8 @@ def _window_kernel(
     HALF: tl.constexpr = SIZE // 2
     GROUPS: tl.constexpr = SIZE // 32
     pair = tl.arange(0, HALF)
-    even = tl.load(x + row * SIZE + 2 * pair).to(tl.float32)
-    odd = tl.load(x + row * SIZE + 2 * pair + 1).to(tl.float32)
+    even = tl.load(x + row * stride + 2 * pair).to(tl.float32)
+    odd = tl.load(x + row * stride + 2 * pair + 1).to(tl.float32)
     length = tl.sqrt_rn(tl.sum(even * even + odd * odd, axis=0) / SIZE + eps)
     even = bf16(even / length * tl.load(weight + 2 * pair))
     odd = bf16(odd / length * tl.load(weight + 2 * pair + 1))

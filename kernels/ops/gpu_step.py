@@ -12,9 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.ops.gpu_launch import runs_kernels
+from kernels.ops.gpu_launch import power_of_two, runs_kernels
 
 _BLOCK = 256
+_STRIDE = 3 * 0x9E3779B97F4A7C15 % (1 << 64) - (1 << 64)
+"""Of gumbel.py's keys from position to position, as a signed number: int64 wraps as uint64 does."""
+STRIDE = tl.constexpr(_STRIDE)
 
 
 def update_tables(tables: Tensor, changes: Tensor) -> None:
@@ -70,6 +73,81 @@ def twin_fill_tokens(
     if tiles is not None:
         order = torch.arange(size, dtype=torch.int32, device=told.device)
         tiles.copy_(torch.stack([rows, order, is_live.int(), positions], dim=1))
+
+
+def move_back(ends: Tensor, preceding: Tensor, earlier: Tensor, rejected: Tensor, before: Tensor) -> None:
+    """Set a step's sequences, planned as if all drafts of the step before were accepted, to where they really are.
+
+    ends: [sequences] int32, positions after the last tokens as planned.  preceding: [sequences, reach] int32, the
+    tokens before each one's first.  Both are written.  earlier: [sequences] int32, place in the step before of those
+    that go on from drafts, -1 for others, which stay as they are.  rejected: [places] int32 drafts that were not
+    accepted.  before: [places, reach] int32, what really precedes.
+    """
+    if not runs_kernels(ends):
+        goes_on = earlier >= 0
+        place = earlier.clamp_min(0).long()
+        ends -= torch.where(goes_on, rejected[place], 0)
+        preceding.copy_(torch.where(goes_on[:, None], before[place], preceding))
+        return
+    width = preceding.shape[1]
+    if len(ends):
+        _back_kernel[(len(ends),)](
+            ends, preceding, earlier, rejected, before, width, BLOCK=power_of_two(max(width, 1)), num_warps=1
+        )
+
+
+def noise_keys(told: Tensor, rejected: Tensor) -> Tensor:
+    """What to draw with, at the positions that tokens really have.
+
+    told: [8, lines] int64; lines 0 to 5 as `gpu_sampler.draw` takes them, but seeds instead of keys in 3; then planned
+    positions, and places in the step before of lines that go on from its drafts, else -1.  rejected: [places] int32.
+    Returns [6, lines] int64.  The keys are those of `gumbel.noise_key`.
+    """
+    lines = told.shape[1]
+    if not runs_kernels(told):
+        goes_on = told[7] >= 0
+        shifted = (told[6] - torch.where(goes_on, rejected[told[7].clamp_min(0)], 0)) * _STRIDE
+        asked = told[:6].clone()
+        asked[3] += shifted ^ (shifted << 13)
+        return asked
+    asked = torch.empty(6, lines, dtype=torch.int64, device=told.device)
+    if lines:
+        _keys_kernel[(triton.cdiv(lines, _BLOCK),)](told, rejected, asked, lines, BLOCK=_BLOCK)
+    return asked
+
+
+@triton.jit
+def _back_kernel(
+    ends: tl.tensor,
+    preceding: tl.tensor,
+    earlier: tl.tensor,
+    rejected: tl.tensor,
+    before: tl.tensor,
+    width: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    sequence = tl.program_id(0)
+    place = tl.load(earlier + sequence)
+    if place >= 0:
+        tl.store(ends + sequence, tl.load(ends + sequence) - tl.load(rejected + place))
+        at = tl.arange(0, BLOCK)
+        token = tl.load(before + place * width + at, mask=at < width, other=0)
+        tl.store(preceding + sequence * width + at, token, mask=at < width)
+
+
+@triton.jit
+def _keys_kernel(told: tl.tensor, rejected: tl.tensor, asked: tl.tensor, lines: tl.tensor, BLOCK: tl.constexpr) -> None:
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < lines
+    for line in tl.static_range(6):
+        value = tl.load(told + line * lines + at, mask=inside, other=0)
+        if line == 3:
+            place = tl.load(told + 7 * lines + at, mask=inside, other=-1)
+            back = tl.load(rejected + tl.maximum(place, 0), mask=inside & (place >= 0), other=0)
+            position = tl.load(told + 6 * lines + at, mask=inside, other=0) - back.to(tl.int64)
+            shifted = position * STRIDE
+            value += shifted ^ (shifted << 13)
+        tl.store(asked + line * lines + at, value, mask=inside)
 
 
 @triton.jit

@@ -6,11 +6,13 @@ the streams, mixes them for the next and normalises, so a layer takes and leaves
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
 from kernels.models.gpu.v41.selection import Indexer
-from kernels.models.gpu.v41.step import Fetched, State, Step, coefficients_of
+from kernels.models.gpu.v41.step import Fetched, Products, Rows, State, Step, coefficients_of
 from kernels.models.gpu.v41.weights import (
     AttentionWeights,
     CompressorWeights,
@@ -20,11 +22,14 @@ from kernels.models.gpu.v41.weights import (
     MoeWeights,
 )
 from kernels.models.v41.config import MoeConfig, V41Config
+from kernels.ops import gpu_grouped_fp8
 from kernels.ops.gpu_engram import add_memory, read_rows, table_rows
-from kernels.ops.gpu_grouped import Groups, multiply, multiply_gated
-from kernels.ops.gpu_hyper import Entered, enter, leave
+from kernels.ops.gpu_fp8 import RowScaled, gathered, grouped_product, span_rows, swiglu_rows
+from kernels.ops.gpu_grouped import Groups, Weights, multiply, multiply_gated
+from kernels.ops.gpu_grouped_unpack import Packed
+from kernels.ops.gpu_hyper import Entered, MixingWeights, enter, leave
 from kernels.ops.gpu_moe import combine, group, route
-from kernels.ops.gpu_quant import norm_fp8, round_fp8, swiglu_fp8
+from kernels.ops.gpu_quant import norm_fp8
 from kernels.ops.gpu_records import compress_entries, store_index, store_main, store_ring, window_records
 from kernels.ops.gpu_sparse import attend
 from kernels.ops.hyper import STREAMS
@@ -71,7 +76,7 @@ class Layer:
         if self._has_features:
             step.features.append(_mean(entered.streams[step.half.stored]))
         output = self._attend(step, entered)
-        entered = enter(entered.streams, output, entered.made, self._weights.ffn_mixing, is_invariant=is_invariant)
+        entered = enter_experts(step.products, entered, output, self._weights.ffn_mixing)
         output = experts(step, self._config.moe, self._weights.moe, entered)
         return State(entered.streams, output, entered.made)
 
@@ -83,10 +88,10 @@ class Layer:
         return State(streams, None, state.made)
 
     def _attend(self, step: Step, entered: Entered) -> Tensor:
-        latent = self._attention.latent(step, entered.rounded)
+        latent, keys = self._attention.projected(step.products, entered.rounded)
         if self._indexer:
             self._indexer.run(step, entered.x, latent)
-        return self._attention.run(step, entered.rounded, latent)
+        return self._attention.run(step, latent, keys)
 
 
 class Attention:
@@ -97,16 +102,17 @@ class Attention:
         self._ratio = config.compress_ratios[layer]
         self._scale = config.head_dim**-0.5
 
-    def latent(self, step: Step, rounded: Tensor) -> Tensor:
-        """[tokens, hidden] bf16 (fp8) -> [tokens, q_lora] bf16 (fp8): queries come from it, the indexer's too."""
-        down = step.products.of(rounded, self._weights.wq_a)
-        return norm_fp8(down, self._weights.q_norm, eps=self._config.norm_eps)[1]
+    def projected(self, products: Products, rounded: Tensor) -> tuple[Rows, Tensor]:
+        """[tokens, hidden] bf16 (fp8) -> latents [tokens, q_lora], keys [tokens, head_dim] bf16, not yet normalised.
 
-    def run(self, step: Step, rounded: Tensor, latent: Tensor) -> Tensor:
+        Queries come from latents, the indexer's too.
+        """
+        return projected(products, self._weights, rounded, eps=self._config.norm_eps)
+
+    def run(self, step: Step, latent: Rows, keys: Tensor) -> Tensor:
         """Returns [tokens, hidden] bf16; keys go to the ring."""
         config, weights, half, products = self._config, self._weights, step.half, step.products
         cos, sin = half.turns[self._ratio > 0]
-        keys = products.of(rounded, weights.wkv)
         own = window_records(keys, weights.kv_norm, cos, sin, eps=config.norm_eps)
         queries = products.of(latent, weights.wq_b).view(len(latent), config.num_heads, config.head_dim)
         ring, chosen = step.records.rings[self._layer], step.chosen if self._ratio else None
@@ -114,7 +120,14 @@ class Attention:
         # Only now: new keys take the places of some that these tokens have just seen.
         store_ring(own, ring, half.stored, half.stored_slots, half.stored_places)
         by_group = attended.view(len(latent), config.o_groups, -1)
-        return products.of(round_fp8(products.grouped(by_group, weights.wo_a, step.groups)), weights.wo_b)
+        return products.of(products.rounded(products.grouped(by_group, weights.wo_a, step.groups)), weights.wo_b)
+
+
+def projected(products: Products, weights: AttentionWeights, rounded: Tensor, *, eps: float) -> tuple[Rows, Tensor]:
+    """Latents of queries, normalised, and keys: what an attention makes of its input in one product."""
+    both = products.of(rounded, weights.down)
+    size = len(weights.q_norm)
+    return products.normed(both[:, :size], weights.q_norm, eps=eps), both[:, size:]
 
 
 class Compressor:
@@ -143,30 +156,80 @@ class Compressor:
         store_index(index, weights.index_norm, cos, sin, data, scale, entries.blocks, entries.places, eps=eps)
 
 
-def experts(step: Step, moe: MoeConfig, weights: MoeWeights, entered: Entered) -> Tensor:
+class Routed(Protocol):
+    """Tokens on their way through experts, of the main model or of its drafter."""
+
+    @property
+    def products(self) -> Products:
+        """How rows are multiplied."""
+
+    @property
+    def lines(self) -> Tensor:
+        """[tokens] int32; -1 for padding."""
+
+    @property
+    def is_image(self) -> Tensor | None:
+        """[tokens] bool; None = none."""
+
+
+def experts(step: Routed, moe: MoeConfig, weights: MoeWeights, entered: Entered) -> Tensor:
     """Router, the experts of this GPU, and the shared expert: [tokens, hidden] bf16.
 
     What experts elsewhere would add is left out.
     """
-    products, slots = step.products, len(entered.x) * moe.top_k
+    products, limit = step.products, moe.swiglu_limit
     logits = products.wide(entered.x, weights.router)
     routes = route(logits, weights.bias, weights.image_bias, step.is_image, top_k=moe.top_k, scaling=moe.scaling)
     here = routes.experts if weights.rows is None else weights.rows[routes.experts.long()]
-    here = torch.where(step.half.lines[:, None] >= 0, here, -1)  # padding goes to no expert
+    here = torch.where(step.lines[:, None] >= 0, here, -1)  # padding goes to no expert
     groups = group(here, num_experts=weights.up.experts)
-    factors, limit = routes.weights.flatten(), moe.swiglu_limit
-    gated = multiply_gated(entered.rounded, weights.up, groups, factors, limit=limit, num_out=slots)
-    by_slot = Groups(groups.ends, groups.targets, groups.targets)
-    down = multiply(gated, weights.down, by_slot, num_out=slots)
-    both = products.of(entered.rounded, weights.shared_up)
-    shared = products.of(swiglu_fp8(both, None, limit=limit), weights.shared_down)
-    return combine(down, shared, here, top_k=moe.top_k)
+    rows, is_in_order = routed(products, weights, entered, groups, routes.weights.flatten(), limit=limit)
+    both = products.of(entered.rounded if entered.restated is None else entered.restated, weights.shared_up)
+    shared = products.of(products.gated(both, limit=limit), weights.shared_down)
+    return combine(rows, shared, here, top_k=moe.top_k, places=None if is_in_order else groups.places)
+
+
+def routed(
+    products: Products, weights: MoeWeights, entered: Entered, groups: Groups, factors: Tensor, *, limit: float
+) -> tuple[Tensor, bool]:
+    """What experts make of each slot's row, [slots, hidden] bf16, and whether it lies in the order of slots.
+
+    factors: [slots] fp32.  Else it lies in the order of positions.
+    """
+    up, down, slots = weights.up, weights.down, len(factors)
+    if isinstance(up, RowScaled) and isinstance(down, RowScaled) and products.is_invariant:
+        spans = [gpu_grouped_fp8.span_of(each.size) for each in (up, down)]
+        x = span_rows(entered.rounded, groups.sources, span=spans[0])
+        gated = gpu_grouped_fp8.multiply_gated(x, up, groups, factors, limit=limit)
+        return gpu_grouped_fp8.multiply(span_rows(gated, span=spans[1]), down, groups, num_out=slots), True
+    if not isinstance(up, Weights) and entered.restated is not None and _is_worth(up, slots):
+        x = gathered(entered.restated, groups.sources)
+        # Matrices are unpacked one after the other: they have the same room.
+        both = grouped_product(x, up.unpacked() if isinstance(up, Packed) else up, groups.ends)
+        x = swiglu_rows(both, groups.targets, factors, limit=limit)
+        assert not isinstance(down, Weights), "both matrices of an expert are kept alike"
+        return grouped_product(x, down.unpacked() if isinstance(down, Packed) else down, groups.ends), False
+    plain_up, plain_down = (each.weights if isinstance(each, Packed) else each for each in (up, down))
+    assert isinstance(plain_up, Weights), "e4m3 experts are multiplied by fp8 units"
+    assert isinstance(plain_down, Weights), "both matrices of an expert are kept alike"
+    hidden = multiply_gated(entered.rounded, plain_up, groups, factors, limit=limit, num_out=slots)
+    return multiply(hidden, plain_down, Groups(groups.ends, groups.targets, groups.targets), num_out=slots), True
+
+
+def _is_worth(up: RowScaled | Packed, positions: int) -> bool:
+    return isinstance(up, RowScaled) or up.is_worth(positions)
+
+
+def enter_experts(products: Products, entered: Entered, output: Tensor, mixing: MixingWeights) -> Entered:
+    """From the attention to the experts; the library's fp8 products want rows under one scale each."""
+    is_invariant = products.is_invariant
+    return enter(entered.streams, output, entered.made, mixing, is_invariant=is_invariant, restates=not is_invariant)
 
 
 def write_draft_windows(step: Step, config: V41Config, weights: DraftWindowWeights) -> None:
     """The rings of all drafter layers, for the tokens whose features were kept."""
     half, products, eps = step.half, step.products, config.norm_eps
-    main = products.of(round_fp8(torch.cat(step.features, dim=1)), weights.project)
+    main = products.of(products.rounded(torch.cat(step.features, dim=1)), weights.project)
     rows = norm_fp8(main, weights.norm, eps=eps)[1]
     cos, sin = (turn[half.stored] for turn in half.turns[False])
     tokens = torch.arange(len(rows), device=rows.device)

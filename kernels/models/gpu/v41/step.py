@@ -9,33 +9,60 @@ from torch import Tensor
 
 from kernels.models.gpu.v41.records import Records
 from kernels.models.gpu.v41.tokens import Laid
+from kernels.models.gpu.v41.weights import Matrix
+from kernels.ops import gpu_grouped_fp8
+from kernels.ops.gpu_fp8 import RowScaled, SpanRows, norm_rows, product, span_rows, swiglu_rows
 from kernels.ops.gpu_grouped import Groups, Weights, multiply
 from kernels.ops.gpu_linear import library_linear, linear
+from kernels.ops.gpu_quant import norm_fp8, round_fp8, swiglu_fp8
 from kernels.ops.gpu_sparse import Chosen
 from kernels.ops.hyper import Coefficients
+
+Rows = Tensor | SpanRows
+"""What an fp8 product sees of [rows, size]: bf16 values, or e4m3 under one scale a row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """How rows are multiplied by bf16 matrices."""
+    """How rows are made for products, and multiplied."""
 
     is_invariant: bool
-    """By our own tiles, so that a row's bits do not depend on the others; else by the library."""
+    """By our own tiles in bf16, so that a row's bits do not depend on the others; else by the library, in fp8 where
+    matrices are."""
 
-    def of(self, x: Tensor, weight: Tensor) -> Tensor:
-        """[rows, in] bf16, [out, in] bf16 -> [rows, out] bf16."""
-        return linear(x, weight) if self.is_invariant else library_linear(x, weight)
+    def of(self, x: Rows, weight: Matrix) -> Tensor:
+        """[rows, in], [out, in] -> [rows, out] bf16.  Rows of another kind than the matrix's become its."""
+        if isinstance(weight, RowScaled):
+            return product(x if isinstance(x, SpanRows) else span_rows(x), weight)
+        rows = x.dense().bfloat16() if isinstance(x, SpanRows) else x
+        return linear(rows, weight) if self.is_invariant else library_linear(rows, weight)
+
+    def rounded(self, x: Tensor) -> Rows:
+        """What an fp8 product sees of [rows, size] bf16 or fp32."""
+        return round_fp8(x) if self.is_invariant else span_rows(x, rounds=True)
+
+    def normed(self, x: Tensor, weight: Tensor, *, eps: float) -> Rows:
+        """The same of rows' RMSNorm."""
+        return norm_fp8(x, weight, eps=eps)[1] if self.is_invariant else norm_rows(x, weight, eps=eps)
+
+    def gated(self, gate_up: Tensor, *, limit: float) -> Rows:
+        """The same of rows' clamped SwiGLU."""
+        return swiglu_fp8(gate_up, None, limit=limit) if self.is_invariant else swiglu_rows(gate_up, limit=limit)
 
     def wide(self, x: Tensor, weight: Tensor) -> Tensor:
         """The same, unrounded: [rows, out] fp32."""
         return linear(x, weight, wide=True) if self.is_invariant else library_linear(x, weight, wide=True)
 
-    def grouped(self, x: Tensor, weights: Weights, groups: Groups) -> Tensor:
+    def grouped(self, x: Tensor, weights: Weights | RowScaled, groups: Groups) -> Tensor:
         """Every group by its own matrix: [tokens, groups, in] bf16 -> [tokens, groups * out] fp32.
 
-        groups: `interleaved` of so many tokens.
+        groups: `interleaved` of so many tokens.  The library's fp8 products round to bf16, which these must not.
         """
         tokens, count, size = x.shape
+        if isinstance(weights, RowScaled):
+            rows = span_rows(x.view(tokens * count, size), groups.sources, span=gpu_grouped_fp8.span_of(size))
+            made = gpu_grouped_fp8.multiply(rows, weights, groups, num_out=tokens * count, wide=True)
+            return made.view(tokens, -1)
         if self.is_invariant or not x.is_cuda:
             made = multiply(x.view(tokens * count, size), weights, groups, num_out=tokens * count, wide=True)
             return made.view(tokens, -1)
@@ -99,6 +126,8 @@ class Step:
         self.is_image = laid.is_image
         self.memories: dict[int, Fetched] = {}
         """By layer: rows of n-gram tables on their way."""
+        self.kept: list[Tensor] = []
+        """What another stream reads: its memory is nobody else's until the step is launched."""
         self.chosen: Chosen | None = None
         """What the newest index source chose."""
         self.candidates: list[Tensor] = []
@@ -107,6 +136,11 @@ class Step:
         """[stored tokens, hidden] bf16, for the drafter's windows."""
         self._num_groups = num_groups
         self._groups: Groups | None = None
+
+    @property
+    def lines(self) -> Tensor:
+        """Of the half's tokens: [tokens] int32 rows of the block tables; -1 for padding."""
+        return self.half.lines
 
     @property
     def groups(self) -> Groups:

@@ -1,68 +1,49 @@
 """Which tensors does V4.1 keep on a GPU, in which formats, and how do they get there from a checkpoint?
 
-fp8 matrices become bf16, which holds their values exactly and which the matrix units multiply as they are. Experts keep
-their fp4 bytes, or become bf16 too where there is room: four times the bytes, nothing to unpack. N-gram tables stay in
-the host's memory, pinned, where a kernel reads single rows. What is small is fp32.
+fp8 matrices become bf16, which holds their values exactly; or, where a row's bits may depend on its batch, e4m3 under
+one scale a row for the library's fp8 products. Experts keep their fp4 bytes, or become e4m3 where there is room: twice
+the bytes, nothing to unpack. What cannot be restated without loss is kept as it was, and `notes` say so. N-gram tables
+stay in the host's memory, pinned, where a kernel reads single rows. What is small is fp32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels.models.gpu.v41.expert_weights import ExpertFormat, ExpertLoader, Experts, Placement, Tensors
 from kernels.models.v41.config import V41Config
 from kernels.models.v41.engram import tables_of
 from kernels.ops.engram import HashTables
 from kernels.ops.gpu_engram import HashNumbers
-from kernels.ops.gpu_grouped import DEPTH, Weights, bf16_weights, fp4_weights
+from kernels.ops.gpu_fp8 import RowScaled, restated, row_scaled
+from kernels.ops.gpu_grouped import Weights
 from kernels.ops.gpu_hyper import MixingWeights, split_weight
 from kernels.ops.hyper import COEFFICIENTS, STREAMS
-from kernels.ops.quant import GROUP
 
-ExpertFormat = Literal["fp4", "bf16"]
-
-
-class Tensors(Protocol):
-    """A checkpoint, by bare names."""
-
-    def dense(self, name: str) -> Tensor:
-        """A tensor in fp32, dequantised."""
-
-    def stored(self, name: str) -> Tensor:
-        """A tensor in the format it is stored in."""
-
-    def table(self, layer: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-        """A layer's n-gram table: e4m3 bits [rows, head_dim], scale exponents [rows, head_dim / 32]."""
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Which experts are in this GPU's memory."""
-
-    here: tuple[int, ...]
-    """Experts, in the order in which they lie."""
-    rows: tuple[int, ...] | None = None
-    """For every expert its place in `here`, -1 for those elsewhere; None = all experts are here, in order."""
+Matrix = Tensor | RowScaled
+"""[out, in]: bf16, or one e4m3 matrix under a scale a row."""
+MOST_LOST = 1e-5
+"""Relative L2 that a matrix may lose under one scale a row: a hundredth of what rounding its products to bf16 is."""
+_NAMED = 3
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionWeights:
-    """Matrices are bf16 [out, in]."""
+    """Of one attention."""
 
-    wq_a: Tensor
+    down: Tensor
+    """wq_a on top of wkv, bf16 [q_lora + head_dim, hidden]: so small a product is no faster in fp8."""
     q_norm: Tensor
-    wq_b: Tensor
-    wkv: Tensor
+    wq_b: Matrix
     kv_norm: Tensor
-    wo_a: Weights
+    wo_a: Weights | RowScaled
     """A matrix for each group of heads."""
-    wo_b: Tensor
+    wo_b: Matrix
     sinks: Tensor
 
 
@@ -81,7 +62,7 @@ class CompressorWeights:
 class IndexerWeights:
     """Of an index source."""
 
-    queries: Tensor
+    queries: Matrix
     weights: Tensor
 
 
@@ -93,7 +74,7 @@ class MemoryWeights:
     data: Tensor
     scale: Tensor
     """The table, in host memory."""
-    wkv: Tensor
+    wkv: Matrix
     gate: Tensor
     """[4, hidden] fp32: query weight times key weight."""
 
@@ -107,10 +88,11 @@ class MoeWeights:
     image_bias: Tensor
     rows: Tensor | None
     """[experts] int32: which of the experts here each one is, -1 for those elsewhere; None = all are here."""
-    up: Weights
-    down: Weights
-    shared_up: Tensor
-    shared_down: Tensor
+    up: Experts
+    down: Experts
+    """Both are kept alike."""
+    shared_up: Matrix
+    shared_down: Matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +112,7 @@ class LayerWeights:
 class DraftWindowWeights:
     """The drafter's part of the main forward."""
 
-    project: Tensor
+    project: Matrix
     norm: Tensor
     layers: tuple[tuple[Tensor, Tensor], ...]
     """wkv and its norm, of each drafter layer."""
@@ -147,6 +129,8 @@ class GpuV41Weights:
     head: Tensor
     draft_windows: DraftWindowWeights | None
     experts: ExpertFormat
+    notes: tuple[str, ...] = ()
+    """What is kept otherwise than was asked for, in words."""
 
 
 class Loader:
@@ -160,10 +144,21 @@ class Loader:
         *,
         experts: ExpertFormat,
         placement: Placement | None = None,
+        is_invariant: bool = True,
+        unpacks: bool = False,
     ) -> None:
+        """is_invariant: else dense matrices are made for fp8 products.
+
+        unpacks: fp4 experts get room to become e4m3 in.
+        """
         self._config, self._tensors, self._device = config, tensors, device
         self._experts: ExpertFormat = experts
         self._placement = placement or Placement(tuple(range(config.moe.num_experts)))
+        self._is_invariant = is_invariant
+        self._wide: list[str] = []
+        self._routed = ExpertLoader(
+            config, tensors, device, experts=experts, placement=self._placement, unpacks=unpacks
+        )
 
     def load(self) -> GpuV41Weights:
         """Every tensor, layer by layer."""
@@ -185,6 +180,19 @@ class Loader:
             head=self._bf16("head.weight"),
             draft_windows=self._draft_windows() if config.drafter.num_layers else None,
             experts=self._experts,
+            notes=self.notes(),
+        )
+
+    def notes(self) -> tuple[str, ...]:
+        """What of that which was loaded is kept otherwise than was asked for, in words."""
+        kept = {
+            "kept in bf16, since one scale a row would lose bits": self._wide,
+            "kept in fp4, since the scales of a row are too far apart for e4m3": self._routed.packed,
+        }
+        return tuple(
+            f"{why}: {len(names)} ({', '.join(names[:_NAMED])}{', ...' if len(names) > _NAMED else ''})"
+            for why, names in kept.items()
+            if names
         )
 
     def _layer(self, layer: int, tables: HashTables | None) -> LayerWeights:
@@ -201,7 +209,7 @@ class Loader:
             )
         if layer in config.index_sources:
             indexer = IndexerWeights(
-                self._bf16(f"{attn}indexer.wq_b.weight"), self._bf16(f"{attn}indexer.weights_proj.weight")
+                self._matrix(f"{attn}indexer.wq_b.weight"), self._bf16(f"{attn}indexer.weights_proj.weight")
             )
         return LayerWeights(
             attention_mixing=self._mixing(prefix, "attn"),
@@ -214,16 +222,13 @@ class Loader:
         )
 
     def _attention(self, prefix: str) -> AttentionWeights:
-        down = self._bf16(f"{prefix}wo_a.weight")
-        groups = down.view(self._config.o_groups, -1, down.shape[1])
         return AttentionWeights(
-            wq_a=self._bf16(f"{prefix}wq_a.weight"),
+            down=torch.cat([self._bf16(f"{prefix}{name}.weight") for name in ("wq_a", "wkv")]),
             q_norm=self._fp32(f"{prefix}q_norm.weight"),
-            wq_b=self._bf16(f"{prefix}wq_b.weight"),
-            wkv=self._bf16(f"{prefix}wkv.weight"),
+            wq_b=self._matrix(f"{prefix}wq_b.weight"),
             kv_norm=self._fp32(f"{prefix}kv_norm.weight"),
-            wo_a=Weights("bf16", groups, groups.new_empty(0, dtype=torch.uint8), down.shape[1]),
-            wo_b=self._bf16(f"{prefix}wo_b.weight"),
+            wo_a=self._grouped(f"{prefix}wo_a.weight"),
+            wo_b=self._matrix(f"{prefix}wo_b.weight"),
             sinks=self._fp32(f"{prefix}attn_sink"),
         )
 
@@ -241,53 +246,17 @@ class Loader:
     def _moe(self, prefix: str) -> MoeWeights:
         shared = f"{prefix}shared_experts."
         rows = self._placement.rows
+        up, down = self._routed.load(prefix)
         return MoeWeights(
             router=self._bf16(f"{prefix}gate.weight"),
             bias=self._fp32(f"{prefix}gate.bias"),
             image_bias=self._fp32(f"{prefix}gate.bias_vl"),
             rows=None if rows is None else torch.tensor(rows, dtype=torch.int32, device=self._device),
-            up=self._all(prefix, self._up),
-            down=self._all(prefix, self._down),
-            shared_up=torch.cat([self._bf16(f"{shared}{part}.weight") for part in ("w1", "w3")]),
-            shared_down=self._bf16(f"{shared}w2.weight"),
+            up=up,
+            down=down,
+            shared_up=self._matrix(*(f"{shared}{part}.weight" for part in ("w1", "w3"))),
+            shared_down=self._matrix(f"{shared}w2.weight"),
         )
-
-    def _up(self, prefix: str) -> Weights:
-        """Gate on top of the projection; rows of zeros where the width is not a multiple of the kernel's depth."""
-        padding = -self._config.moe.width % DEPTH
-        parts = [self._fp4(f"{prefix}{part}", rows=padding) for part in ("w1", "w3")]
-        return self._expert(*(torch.cat(both) for both in zip(*parts, strict=True)))
-
-    def _down(self, prefix: str) -> Weights:
-        """Columns of zeros meet the rows of zeros."""
-        return self._expert(*self._fp4(f"{prefix}w2", columns=-self._config.moe.width % DEPTH))
-
-    def _fp4(self, name: str, *, rows: int = 0, columns: int = 0) -> tuple[Tensor, Tensor]:
-        """Pairs and scales, with so many rows and columns of zeros behind."""
-        made = []
-        for part, per_column in (("weight", 2), ("scale", GROUP)):
-            tensor = self._tensors.stored(f"{name}.{part}").view(torch.uint8).to(self._device)
-            made.append(torch.nn.functional.pad(tensor, (0, columns // per_column, 0, rows)))
-        return made[0], made[1]
-
-    def _expert(self, data: Tensor, scale: Tensor) -> Weights:
-        made = fp4_weights(data.unsqueeze(0), scale.unsqueeze(0))
-        return bf16_weights(made) if self._experts == "bf16" else made
-
-    def _all(self, prefix: str, make: Callable[[str], Weights]) -> Weights:
-        """One matrix of every expert here, end to end."""
-        data: Tensor | None = None
-        for place, expert in enumerate(self._placement.here):
-            made = make(f"{prefix}experts.{expert}.")
-            if data is None:
-                data, scale = (
-                    part.new_empty(len(self._placement.here), *part.shape[1:]) for part in (made.data, made.scale)
-                )
-            data[place] = made.data[0]
-            if made.format == "fp4":
-                scale[place] = made.scale[0]
-        assert data is not None, "a GPU has one expert at least"
-        return Weights(made.format, data, scale if made.format == "fp4" else made.scale, made.size)
 
     def _memory(self, layer: int, tables: HashTables) -> MemoryWeights:
         prefix = f"layers.{layer}.engram."
@@ -296,7 +265,7 @@ class Loader:
             numbers=HashNumbers.of(tables, self._device),
             data=data,
             scale=scale,
-            wkv=self._bf16(f"{prefix}wkv.weight"),
+            wkv=self._matrix(f"{prefix}wkv.weight"),
             gate=self._fp32(f"{prefix}q_weight") * self._fp32(f"{prefix}k_weight"),
         )
 
@@ -308,13 +277,35 @@ class Loader:
 
     def _draft_windows(self) -> DraftWindowWeights:
         return DraftWindowWeights(
-            project=self._bf16("mtp.0.main_proj.weight"),
+            project=self._matrix("mtp.0.main_proj.weight"),
             norm=self._fp32("mtp.0.main_norm.weight"),
             layers=tuple(
                 (self._bf16(f"mtp.{index}.attn.wkv.weight"), self._fp32(f"mtp.{index}.attn.kv_norm.weight"))
                 for index in range(self._config.drafter.num_layers)
             ),
         )
+
+    def _matrix(self, *names: str) -> Matrix:
+        """fp8 matrices on top of each other, as this GPU multiplies them."""
+        if self._is_invariant:
+            return torch.cat([self._bf16(name) for name in names])
+        parts = [restated(self._tensors.dense(name).to(self._device)) for name in names]
+        if max(lost for *_, lost in parts) > MOST_LOST:
+            self._wide.extend(names)
+            return torch.cat([self._bf16(name) for name in names])
+        data, scale = torch.cat([data for data, *_ in parts]), torch.cat([scale for _, scale, _ in parts])
+        return RowScaled(data.unsqueeze(0), scale.unsqueeze(0))
+
+    def _grouped(self, name: str) -> Weights | RowScaled:
+        """A matrix for each group of heads."""
+        wide = self._bf16(name)
+        groups = wide.view(self._config.o_groups, -1, wide.shape[1])
+        if not self._is_invariant:
+            made, lost = row_scaled(list(groups))
+            if lost <= MOST_LOST:
+                return made
+            self._wide.append(name)
+        return Weights("bf16", groups, groups.new_empty(0, dtype=torch.uint8), wide.shape[1])
 
     def _bf16(self, name: str) -> Tensor:
         """Exact for bf16 tensors, and for fp8 ones under powers of two."""

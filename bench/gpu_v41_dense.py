@@ -1,0 +1,114 @@
+"""How fast are V4.1's dense fp8 products on this GPU: by the library in bf16 and fp8, and by our own kernels?"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from bench.gpu_v41_cases import HIDDEN, O_LORA, Q_LORA, WIDTH
+from bench.gpu_v41_expert_work import noise
+from bench.gpu_v41_ways import DEEP, Way, fp8_call, measure, named, restated_rows, say
+from bench.gpu_v41_work import GROUPS
+from kernels.ops.gpu_fp8 import RowScaled, product, restated, span_rows
+from kernels.ops.gpu_grouped import Groups
+from kernels.ops.gpu_grouped_fp8 import CUT, Cut
+from kernels.ops.gpu_matmul import every_row
+from kernels.ops.gpu_quant import round_fp8
+from kernels.ops.quant import dequantise_fp8_weight, quantise_fp8_weight
+
+CUTS = ((Cut(64, 128, 4, 4), 128), (CUT, DEEP))
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """A dense matrix, or one for each group of heads."""
+
+    name: str
+    out: int
+    size: int
+    groups: int = 1
+
+
+DENSES = (
+    Dense("wq_a, wkv", Q_LORA + 512, HIDDEN),
+    Dense("wq_b", 32_768, Q_LORA),
+    Dense("wo_a", O_LORA, 4096, GROUPS),
+    Dense("wo_b", HIDDEN, 8192),
+    Dense("shared up", 2 * WIDTH, HIDDEN),
+    Dense("shared down", HIDDEN, WIDTH),
+)
+
+
+def dense() -> None:
+    """fp8 matrices under scales for 32 x 32 values, with a decode step's rows and a chunk's."""
+    for shape, tokens in itertools.product(DENSES, (256, 16_384)):
+        if tokens > 256 and shape.name not in {"wq_b", "wo_a", "wo_b", "shared up"}:
+            continue
+        try:
+            time_dense(shape, tokens)
+        except Exception as failed:  # noqa: BLE001 - the others must not be hidden
+            say("failed", what=shape.name, failed=f"{type(failed).__name__}: {str(failed)[-400:]}")
+            traceback.print_exc(limit=3, file=sys.stderr)
+
+
+def time_dense(shape: Dense, tokens: int) -> None:
+    what, count = f"{shape.name}, {tokens} rows", shape.groups
+    x = round_fp8(noise(tokens * count, shape.size))
+    copies = max(min(200_000_000 // (count * shape.out * shape.size), 6), 1)
+    eighths: list[RowScaled] = []
+    wides: list[Tensor] = []
+    exact = x.new_empty(0)
+    for copy in range(copies):
+        wide = [_stored(shape) for _ in range(count)]
+        parts = [restated(each) for each in wide]
+        eighths.append(RowScaled(torch.stack([data for data, *_ in parts]), torch.stack([s for _, s, _ in parts])))
+        wides.append(torch.stack(wide).bfloat16())
+        if copy == 0:
+            say("restated", what=what, lost=max(lost for *_, lost in parts))
+            by_group = x.view(tokens, count, -1)[:256].transpose(0, 1).double()
+            exact = (
+                torch.bmm(by_group, torch.stack(wide).double().transpose(1, 2)).transpose(0, 1).reshape(-1, shape.out)
+            )
+    counted, flops = torch.arange(len(exact), device="cuda"), 2.0 * tokens * count * shape.out * shape.size
+    if count == 1:
+        calls: list[Callable[[], Tensor]] = [partial(torch.mm, x, each[0].t()) for each in wides]
+    else:
+        by_groups = x.view(tokens, count, -1).transpose(0, 1)
+        calls = [partial(_by_groups, by_groups, each) for each in wides]
+    measure(what, Way("library bf16", calls, exact, counted), flops)
+    if count == 1:
+        library_fp8(what, x, eighths, exact, counted, flops)
+        own = every_row(tokens, x.device)
+    else:
+        order = torch.arange(tokens * count, device="cuda", dtype=torch.int32).view(tokens, count).t().reshape(-1)
+        own = Groups(torch.arange(1, count + 1, device="cuda", dtype=torch.int32) * tokens, order, order)
+    for cut, span in CUTS:
+        spans = span_rows(x, own.sources, span=span)
+        calls = [fp8_call(spans, each, own, cut, None, tokens * count) for each in eighths]
+        measure(what, Way(f"fp8 {named(cut)} k{span}", calls, exact, counted), flops)
+    measure(what, Way("restate", [partial(restated_rows, x)], None), 0.0, 3.0 * x.numel())
+
+
+def _by_groups(x: Tensor, matrices: Tensor) -> Tensor:
+    """[groups, tokens, in] by [groups, out, in] -> [tokens * groups, out]."""
+    return torch.bmm(x, matrices.transpose(1, 2)).transpose(0, 1).reshape(-1, matrices.shape[1])
+
+
+def _stored(shape: Dense) -> Tensor:
+    """A matrix's values as a checkpoint has them, fp32."""
+    data, scale = quantise_fp8_weight(torch.randn(shape.out, shape.size, device="cuda") * 0.02)
+    return dequantise_fp8_weight(data, scale)
+
+
+def library_fp8(what: str, x: Tensor, eighths: list[RowScaled], exact: Tensor, counted: Tensor, flops: float) -> None:
+    """The library's scaled product."""
+    rows = span_rows(x)
+    calls: list[Callable[[], Tensor]] = [partial(product, rows, each) for each in eighths]
+    measure(what, Way("library fp8, a scale a row", calls, exact, counted), flops)
