@@ -40,7 +40,7 @@ def kernels_in_files() -> set[str]:
     found = set()
     for file in sorted((ROOT / "kernels" / "ops").glob("gpu_*.py")):
         text = file.read_text(encoding="utf-8")
-        for name in re.findall(r"^@triton\.jit.*\ndef (\w+)", text, re.MULTILINE):
+        for name in re.findall(r"^@(?:triton|gluon)\.jit.*\ndef (\w+)", text, re.MULTILINE):
             if name.endswith("_kernel") or re.search(rf"\b{name}\[", text):
                 found.add(f"{file.stem}.{name}")
     return found

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bench.engine_models import write_model
+from bench.gpu_dense_step import Model as OneKernelModel
 from bench.gpu_v41_cases import FAMILIES, Draw, moved
 from kernels.batch import PENDING, Batch, Row, SamplingParams
 from kernels.executor import Executor
@@ -22,9 +23,12 @@ from kernels.models.gpu.dense import GpuDense, OpenedGpuDense
 from kernels.models.gpu.weights import load_weights
 from kernels.models.weights import open_weights
 from kernels.ops.gpu_attention import CHUNK, LONG_PART_TOKENS, SINGLE, attend, tokens_per_tile
-from kernels.ops.gpu_index import select
+from kernels.ops.gpu_index import score, score_candidates, select
 from kernels.ops.gpu_linear import linear, linear_parts, linear_swiglu
 from kernels.ops.gpu_rope_cache import Heads, Paging
+from kernels.ops.gpu_sparse import attend as attend_v41
+from kernels.ops.gpu_step import move_back
+from kernels.ops.gpu_verify import Standing, accept
 
 TINY: dict[str, object] = {
     "architectures": ["LlamaForCausalLM"],
@@ -144,9 +148,48 @@ def v41_family(family: str, device: str) -> None:
         case.run(*args, **named)
 
 
+def v41_few_heads(device: str) -> None:
+    """Attention and scores of 16 heads: what other GPUs run, for Hopper has kernels of its own for V4.1's heads."""
+    for family in ("attention", "index"):
+        for case in FAMILIES[family](Draw(1)):
+            if case.run not in {attend_v41, score, score_candidates}:
+                continue
+            queries, *others = case.args
+            at = -1 if case.run is attend_v41 else 0
+            others[at] = others[at][..., :16].contiguous()  # sinks, or weights
+            args = (queries[:, :16].contiguous(), *others)
+            named = {name: moved(each, device) for name, each in case.named.items()}
+            case.run(*moved(args, device), **named)
+
+
+def one_kernel(device: str) -> None:
+    """A layer of Llama-8B's shape for two sequences."""
+    with torch.device(device):
+        OneKernelModel(1, [70, 129]).one_kernel(2, head=False)()
+
+
+def drafts(device: str) -> None:
+    """Three rows with two drafts each, none, one and all of them right; the next step goes on from two."""
+    with torch.device(device):
+        rows = torch.tensor([[0, 3, 6], [3, 3, 3], [0, 3, 6]], dtype=torch.int32)
+        history = torch.randint(0, 50, (9, 4))
+        choices = torch.zeros(2, 9, dtype=torch.int32)
+        for row, right in enumerate((0, 1, 2)):
+            choices[0, 3 * row : 3 * row + right] = history[3 * row + 1 : 3 * row + 1 + right, 0].int()
+            choices[0, 3 * row + right] = 77
+        newest, problems, rejected = (torch.zeros(4, dtype=torch.int32) for _ in range(3))
+        standing = Standing(newest, problems, rejected, torch.zeros(4, 3, dtype=torch.int32))
+        earlier = torch.tensor([0, -1, 2], dtype=torch.int32)
+        accept(choices, history, rows, standing)
+        move_back(torch.tensor([9, 9, 9]).int(), torch.zeros(3, 3).int(), earlier, standing.rejected, standing.before)
+
+
 RUNS: dict[str, Callable[[str], None]] = {
     "dense model, invariant": partial(dense_model, invariant=True),
     "dense model, fastest": partial(dense_model, invariant=False),
     "dense forms": dense_forms,
+    "dense, one kernel": one_kernel,
     **{f"v41 {family}": partial(v41_family, family) for family in FAMILIES},
+    "v41 few heads": v41_few_heads,
+    "drafts": drafts,
 }

@@ -2,7 +2,7 @@
 
     python -m bench.gpu_v41 check                 # every kernel against its twin, outputs poisoned, fresh inputs
     python -m bench.gpu_v41 decode                # one step, kernel by kernel, beside floors; also: prefill
-    python -m bench.gpu_v41 experts               # cuts that docs/performance_v41.md froze; also: attention, dense
+    python -m bench.gpu_v41 experts               # cuts that docs/performance_v41.md froze; also: choice, dense
     python -m bench.gpu_v41 profile               # the kernels inside some ops
     python -m bench.gpu_v41 step                  # whole steps through the executor: measured, not added up
 
@@ -25,7 +25,7 @@ from bench.gpu_time import graph_seconds, machine, yardsticks
 from bench.gpu_v41_cases import FAMILIES, HIDDEN, Q_LORA, WIDTH, Case, Draw, moved
 from bench.gpu_v41_step import time_steps
 from bench.gpu_v41_work import Builder, Shape, Work, decode_shape, prefill_shape
-from kernels.ops import gpu_hyper, gpu_index, gpu_sparse
+from kernels.ops import gpu_hyper, gpu_index
 from kernels.ops.gpu_grouped import Format, Tile, fp8_weights
 from kernels.ops.gpu_matmul import Fp8Tile, fp8_product
 from kernels.ops.gpu_quant import quantise_rows
@@ -162,7 +162,7 @@ def build(shape: Shape) -> Builder:
     builder = Builder(shape)
     builder.streams()
     builder.attention()
-    builder.experts("bf16" if not shape.is_prefill else "fp4")
+    builder.experts()
     builder.compressor()
     builder.indexer()
     builder.memory()
@@ -191,33 +191,16 @@ def time_step(shape: Shape, ceilings: dict[str, float]) -> None:
     )
 
 
-def time_attention(ceilings: dict[str, float]) -> None:
-    """Cuts of sparse attention, one decode step's."""
-    before = gpu_sparse.CUT
-    for cut in ATTENTION_CUTS:
-        gpu_sparse.CUT = cut
-        builder = Builder(decode_shape())
-        builder.attention()
-        time_work(str(cut), [work for work in builder.work if work.name == "attention"], ceilings)
-    gpu_sparse.CUT = before
-
-
-ATTENTION_CUTS = (
-    gpu_sparse.Cut(32, 8, 1),
-    gpu_sparse.Cut(64, 8, 1),
-    gpu_sparse.Cut(64, 4, 1),
-    gpu_sparse.Cut(32, 4, 1),
-)
-
-
-def time_index(ceilings: dict[str, float]) -> None:
-    """Cuts of the scores and of the choice."""
-    for entries, step, warps in ((128, 8192, 8), (64, 16_384, 16), (64, 4096, 4)):
-        gpu_index.ENTRIES, gpu_index.SELECT_STEP, gpu_index.SELECT_WARPS = entries, step, warps
+def time_choice(ceilings: dict[str, float]) -> None:
+    """Cuts of the choice that counts through whole rows."""
+    before = gpu_index.SELECT_STEP, gpu_index.SELECT_WARPS
+    for step, warps in ((8192, 8), (16_384, 16), (4096, 4)):
+        gpu_index.SELECT_STEP, gpu_index.SELECT_WARPS = step, warps
         builder = Builder(decode_shape())
         builder.indexer()
-        works = [work for work in builder.work if "scores" in work.name or "select" in work.name]
-        time_work(f"entries {entries}, step {step}, warps {warps}", works, ceilings)
+        works = [work for work in builder.work if work.name == "select blocks"]
+        time_work(f"step {step}, warps {warps}", works, ceilings)
+    gpu_index.SELECT_STEP, gpu_index.SELECT_WARPS = before
 
 
 def time_streams(ceilings: dict[str, float]) -> None:
@@ -291,7 +274,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "what",
-        choices=("check", "decode", "prefill", "step", "attention", "index", "streams", "experts", "dense", "profile"),
+        choices=("check", "decode", "prefill", "step", "choice", "streams", "experts", "dense", "profile"),
     )
     parser.add_argument("--modes", nargs="*", default=["invariant", "fastest"], help="of step")
     parser.add_argument(
@@ -314,7 +297,7 @@ def main() -> None:
         elif asked.what == "profile":
             profile_streams()
         else:
-            cuts = {"attention": time_attention, "index": time_index, "streams": time_streams, "experts": time_experts}
+            cuts = {"choice": time_choice, "streams": time_streams, "experts": time_experts}
             cuts[asked.what](ceilings)
 
 

@@ -13,9 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.ops import gpu_fp8, gpu_grouped_fp8
 from kernels.ops.engram import hash_tables
 from kernels.ops.gpu_engram import HashNumbers, add_memory, read_rows, table_rows
-from kernels.ops.gpu_grouped import Weights, bf16_weights, fp4_weights, fp8_weights, multiply, multiply_gated
+from kernels.ops.gpu_fp8 import gathered, grouped_product, norm_rows, row_scaled, span_rows, swiglu_rows
+from kernels.ops.gpu_grouped import (
+    Groups,
+    Weights,
+    bf16_weights,
+    fp4_weights,
+    fp8_weights,
+    multiply,
+    multiply_gated,
+)
+from kernels.ops.gpu_grouped_unpack import powers_of, unpack
 from kernels.ops.gpu_hyper import MixingWeights, enter, leave, split_weight
 from kernels.ops.gpu_index import Keys, locate, score, score_candidates, select
 from kernels.ops.gpu_matmul import Matrix, every_row, fp8_product, product
@@ -33,7 +44,13 @@ from kernels.ops.gpu_records import (
 from kernels.ops.gpu_sparse import Chosen, Windows, attend
 from kernels.ops.gpu_varlen import lay_out
 from kernels.ops.hyper import Coefficients
-from kernels.ops.quant import WindowFp8, fp8_round_trip, quantise_fp4_weight, quantise_fp8_weight
+from kernels.ops.quant import (
+    WindowFp8,
+    dequantise_fp8_weight,
+    fp8_round_trip,
+    quantise_fp4_weight,
+    quantise_fp8_weight,
+)
 
 HIDDEN, HEADS, HEAD, PAIRS, Q_LORA, O_LORA, WIDTH = 5120, 64, 512, 32, 1280, 1024, 2304
 EXPERTS, TOP_K, LOCAL_EXPERTS = 384, 6, 7
@@ -130,9 +147,13 @@ def row_cases(draw: Draw) -> Iterator[Case]:
         weight = draw.uniform(size) + 0.5
         yield Case(f"norm_fp8 {size}", norm_fp8, (x, weight), {"eps": EPS}, 2e-3)
         yield Case(f"quantise_rows {size}", quantise_rows, (x,), {}, 0.0)
+        yield Case(f"span_rows {size}", span_rows, (x.float(),), {"rounds": True}, 0.0)
+        yield Case(f"norm_rows {size}", norm_rows, (x, weight), {"eps": EPS}, 1e-2)
     both = draw.rows(37, 2 * WIDTH)
     yield Case("swiglu_fp8", swiglu_fp8, (both, draw.uniform(37)), {"limit": LIMIT}, 5e-3)
     yield Case("swiglu_fp8 unweighed", swiglu_fp8, (both, None), {"limit": LIMIT}, 5e-3)
+    placed = (both, draw.whole(0, 37, 37).int(), draw.uniform(37))
+    yield Case("swiglu_rows", swiglu_rows, placed, {"limit": LIMIT}, 1e-2)
 
 
 def record_cases(draw: Draw) -> Iterator[Case]:
@@ -231,11 +252,35 @@ def expert_cases(draw: Draw) -> Iterator[Case]:
         yield Case(f"multiply_gated {kind}", multiply_gated, (x, up, groups, factors), named, 1e-2, rows=here)
         down = draw.weights(kind, LOCAL_EXPERTS, HIDDEN, WIDTH)
         yield Case(f"multiply {kind}", multiply, (hidden, down, by_row), {"num_out": slots}, 3e-3, rows=here)
+        if kind == "fp4":
+            yield from _unit_cases(x, hidden, up, down, groups, factors)
     by_slot, shared = draw.normal(slots, HIDDEN).bfloat16(), draw.normal(tokens, HIDDEN).bfloat16()
     yield Case("combine", combine, (by_slot, shared, spread), {"top_k": TOP_K}, 1e-4)
 
 
+def _unit_cases(
+    x: Tensor, hidden: Tensor, up: Weights, down: Weights, groups: Groups, factors: Tensor
+) -> Iterator[Case]:
+    """The same experts on the fp8 units, by the library and by our own kernels."""
+    wide_up, wide_down = unpack(up, powers_of(up)), unpack(down, powers_of(down))
+    yield Case("unpack", unpack, (up, powers_of(up)), {}, 0.0)
+    end, here = int(groups.ends[-1]), groups.targets[: int(groups.ends[-1])].long()
+    rows = gathered(span_rows(x), groups.sources)
+    yield Case("gathered", gathered, (span_rows(x), groups.sources), {}, 0.0)
+    yield Case("grouped_product", grouped_product, (rows, wide_up, groups.ends), {}, 3e-3, rows=torch.arange(end))
+    spans, cut = span_rows(x, groups.sources, span=256), {"limit": LIMIT}
+    gated = (spans, wide_up, groups, factors)
+    yield Case("multiply_gated units", gpu_grouped_fp8.multiply_gated, gated, cut, 1.2e-2, rows=torch.arange(end))
+    ours = (span_rows(hidden, groups.targets, span=256), wide_down, groups)
+    named = {"num_out": len(hidden)}
+    yield Case("multiply units", gpu_grouped_fp8.multiply, ours, named, 3e-3, rows=here)
+
+
 def dense_cases(draw: Draw) -> Iterator[Case]:
+    shared, _ = row_scaled([dequantise_fp8_weight(*quantise_fp8_weight(draw.normal(2 * WIDTH, HIDDEN) * 0.02))])
+    for tokens in (1, 3, 37, 256, 1000):
+        restated = span_rows(draw.rounded(tokens, HIDDEN))
+        yield Case(f"product, e4m3 {tokens}", gpu_fp8.product, (restated, shared), {}, 3e-3)
     matrix = Matrix.of(*quantise_fp8_weight(draw.normal(Q_LORA, HIDDEN) * 0.02), wide=True)
     for tokens in (1, 37, 130):
         x = draw.rounded(tokens, HIDDEN)

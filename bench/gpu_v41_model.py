@@ -11,13 +11,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels.models.gpu.v41.drafter import DrafterLoader, DrafterWeights
+from kernels.models.gpu.v41.expert_weights import ExpertFormat, Placement
 from kernels.models.gpu.v41.model import GpuV41
-from kernels.models.gpu.v41.weights import ExpertFormat, GpuV41Weights, Loader, Placement
+from kernels.models.gpu.v41.weights import GpuV41Weights, Loader
 from kernels.models.v41.config import V41Config, parse_v41_config
 from kernels.models.v41.layout import v41_layout
 from kernels.models.v41.tensors import E4M3, E8M0, FP4, Spec, expected_tensors
 from kernels.ops.engram import hash_tables
 from kernels.ops.numerics import QUANT
+from kernels.ops.quant import dequantise_fp8_weight, quantise_fp8_weight
 
 TABLE_VOCAB = 40_000
 """Rows of each of an n-gram table's 24 parts, of the published 16,000,000: 240 MB a layer in the host's memory."""
@@ -78,7 +81,10 @@ class RandomTensors:
         values = torch.randn(shape, generator=self._noise(name), device=self._device)
         if name.endswith("norm.weight"):
             return 1.0 + 0.1 * values
-        return values.mul_(float(shape[-1]) ** -0.5 if len(shape) > 1 else 0.1)
+        values.mul_(float(shape[-1]) ** -0.5 if len(shape) > 1 else 0.1)
+        if self._specs[name].dtype == E4M3 and self._device.type != "meta":
+            return dequantise_fp8_weight(*quantise_fp8_weight(values))
+        return values
 
     def stored(self, name: str) -> Tensor:
         spec: Spec = self._specs[name]
@@ -114,10 +120,32 @@ def one_rank_of(config: V41Config, ranks: int) -> Placement:
 
 
 def random_weights(
-    config: V41Config, device: torch.device, *, experts: ExpertFormat, placement: Placement | None
+    config: V41Config,
+    device: torch.device,
+    *,
+    experts: ExpertFormat,
+    placement: Placement | None,
+    is_invariant: bool = True,
+    unpacks: bool = False,
 ) -> GpuV41Weights:
-    """placement: None = all experts."""
-    return Loader(config, RandomTensors(config, device), device, experts=experts, placement=placement).load()
+    """placement: None = all experts.  unpacks: fp4 ones have room to become e4m3 in."""
+    return Loader(
+        config,
+        RandomTensors(config, device),
+        device,
+        experts=experts,
+        placement=placement,
+        is_invariant=is_invariant,
+        unpacks=unpacks,
+    ).load()
+
+
+def random_drafter(config: V41Config, device: torch.device, *, ranks: int, is_invariant: bool = True) -> DrafterWeights:
+    """One GPU's share."""
+    placement = one_rank_of(replace(config, moe=config.drafter.moe), ranks)
+    tensors = RandomTensors(config, device)
+    loader = DrafterLoader(config, tensors, device, experts="fp8", placement=placement, is_invariant=is_invariant)
+    return loader.load_drafter()
 
 
 def random_model(
@@ -129,6 +157,7 @@ def random_model(
     num_windows: int,
     is_invariant: bool,
     graph_sizes: tuple[int, ...],
+    drafter: DrafterWeights | None = None,
 ) -> GpuV41:
     """With empty blocks and windows."""
     ids = torch.arange(config.vocab_size) % config.engram.compressed_vocab
@@ -142,6 +171,7 @@ def random_model(
         device=device,
         is_invariant=is_invariant,
         graph_sizes=graph_sizes,
+        drafter=drafter,
     )
 
 

@@ -1,16 +1,22 @@
 """How long does a whole V4.1 step take on one GPU, through the executor, and how far is that from its floor?
 
-    python -m bench.gpu_v41 step                  # decode and prefill, invariant and fastest
-    python -m bench.gpu_v41 step --modes fastest --layers 14
+    python -m bench.gpu_v41_step --out bench/results       # decode and prefill, invariant and fastest
+    python -m bench.gpu_v41_step --modes fastest --layers 14
 
-Decode: one rank of 64 (7 experts a layer in bf16, rows of all ranks), 64 requests of 1 + 3 rows at 131,072 tokens.
-Prefill: a chunk of 16,384 through as many encoder layers as fit with all 384 experts in fp4. The drafter's own layers
-and the exchange between ranks are not in either; everything else is, gaps between kernels too.
+
+Decode: one rank of 64 (7 experts a layer in e4m3, rows of all ranks), 64 requests of 1 + 3 rows at 131,072 tokens.
+Prefill: a chunk of 16,384 through as many encoder layers as fit with all 384 experts in fp4. The exchange between ranks
+is not in either; everything else is, gaps between kernels too. Decode is also driven as an engine does it, each step
+launched before it is known how many drafts of the last one were right: what that takes beyond the device's own time is
+the share that the GPU idles. Then once more with the drafter's own layers, whose guesses the next step verifies.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,11 +26,18 @@ from typing import Any
 
 import torch
 
-from bench.gpu_time import timed_event
-from bench.gpu_v41_model import give_past, one_rank_of, published_config, random_model, random_weights
+from bench.gpu_time import machine, timed_event, yardsticks
+from bench.gpu_v41_model import (
+    give_past,
+    one_rank_of,
+    published_config,
+    random_drafter,
+    random_model,
+    random_weights,
+)
 from bench.gpu_v41_work import decode_shape, prefill_shape
 from bench.roofline_v41 import v41_work
-from kernels.batch import Batch, Row, SamplingParams
+from kernels.batch import PENDING, Batch, Row, SamplingParams
 from kernels.executor import Executor
 from kernels.models.gpu.v41.model import GpuV41
 from kernels.models.v41.config import V41Config
@@ -32,25 +45,43 @@ from kernels.models.v41.config import V41Config
 CUDA = torch.device("cuda")
 RANKS, DRAFTS, ACCEPTANCE = 64, 3, 0.75
 GREEDY = SamplingParams(temperature=0.0)
+BESIDE = {"decode": "15,700 on SM100", "prefill": "60,000-89,500 on SM100"}
+"""Published tokens/s/GPU of whole deployments."""
+_AHEAD_STEPS = 24
 _IN_FLIGHT = 3
 """Fewer than buffers between host and device, so that the host never waits."""
 _REPEATS = 7
 
 
 def time_steps(say: Callable[..., None], ceilings: Mapping[str, float], *, modes: Sequence[str], layers: int) -> None:
-    """layers: of the encoder, for prefill."""
+    """layers: of the encoder, for prefill.  A mode that fails is said, and the others are timed."""
+    took: dict[str, dict[str, float]] = {"decode": {}, "prefill": {}}
     for mode in modes:
-        say("decode step, measured", mode=mode, **decode(ceilings, is_invariant=mode == "invariant"))
-        torch.cuda.empty_cache()
-        say("prefill step, measured", mode=mode, **prefill(ceilings, layers, is_invariant=mode == "invariant"))
-        torch.cuda.empty_cache()
+        is_invariant = mode == "invariant"
+        works: dict[str, Callable[[], dict[str, Any]]] = {
+            "decode": lambda is_invariant=is_invariant: decode(ceilings, is_invariant=is_invariant),  # type: ignore[misc]
+            "prefill": lambda is_invariant=is_invariant: prefill(ceilings, layers, is_invariant=is_invariant),  # type: ignore[misc]
+        }
+        for name, work in works.items():
+            try:
+                made = work()
+            except Exception as error:  # noqa: BLE001 - said, and the next is timed
+                say(f"{name} step, measured", mode=mode, failed=f"{type(error).__name__}: {str(error)[-300:]}")
+            else:
+                say(f"{name} step, measured", mode=mode, **made)
+                took[name][mode] = made["step_ms"]
+            torch.cuda.empty_cache()
+    for name, by_mode in took.items():
+        if len(by_mode) > 1:
+            say(f"{name} step, invariant over fastest", ratio=round(by_mode["invariant"] / by_mode["fastest"], 3))
 
 
 def decode(ceilings: Mapping[str, float], *, is_invariant: bool) -> dict[str, Any]:
     """One verification step: 64 requests, each its newest token and three drafts, whose logits are all wanted."""
     shape, config = decode_shape(), published_config()
     each = shape.tokens // shape.requests
-    weights = random_weights(config, CUDA, experts="bf16", placement=one_rank_of(config, RANKS))
+    placement = one_rank_of(config, RANKS)
+    weights = random_weights(config, CUDA, experts="fp8", placement=placement, is_invariant=is_invariant)
     per_table = -(-shape.context // config.block_tokens)
     model = random_model(
         config,
@@ -60,16 +91,23 @@ def decode(ceilings: Mapping[str, float], *, is_invariant: bool) -> dict[str, An
         num_windows=1 + shape.requests,
         is_invariant=is_invariant,
         graph_sizes=(shape.tokens,),
+        drafter=random_drafter(config, CUDA, ranks=RANKS, is_invariant=is_invariant),
     )
     executor = _executor(model)
     give_past(model)
     took = _took(executor, drafts_step(config, requests=shape.requests, each=each, context=shape.context))
+    named = {"requests": shape.requests, "drafts": each - 1, "context": shape.context}
+    seconds, with_drafter = (ahead(executor, config, **named, guesses=guesses) for guesses in (False, True))
     floor = v41_work(shape).floor_seconds(ceilings)
     tokens = shape.requests * sum(ACCEPTANCE**draft for draft in range(DRAFTS + 1))
     return took | {
         "floor_ms": round(floor * 1e3, 2),
         "ratio": round(took["step_ms"] / floor / 1e3, 2),
         "tokens_per_second_at_75_percent": round(tokens / took["step_ms"] * 1e3),
+        "beside": BESIDE["decode"],
+        "ahead_ms": round(seconds * 1e3, 3),
+        "idle_share": round(max(0.0, 1 - took["step_ms"] / seconds / 1e3), 4),
+        "ahead_with_drafter_ms": round(with_drafter * 1e3, 3),
     }
 
 
@@ -86,18 +124,63 @@ def drafts_step(config: V41Config, *, requests: int, each: int, context: int) ->
                 GREEDY,
                 window=1 + sequence,
                 preceding=(11, 12, 13),
-                targets=[0] * (each - 1),
+                num_drafts=each - 1,
             )
             for sequence in range(requests)
         )
     )
 
 
+def ahead(
+    executor: Executor, config: V41Config, *, requests: int, drafts: int, context: int, guesses: bool = False
+) -> float:
+    """Seconds of a step when each is launched before it is known how many drafts of the one before were right.
+
+    guesses: drafts are the drafter's own, made behind every step; else they are given.
+    """
+    per_table = -(-context // config.block_tokens)
+    guess = [(at * 7 + 5) % config.vocab_size for at in range(drafts)]
+
+    def rows(positions: Sequence[int], newest: int) -> Batch:
+        return Batch(
+            tuple(
+                Row(
+                    sequence,
+                    (newest, *([PENDING] * drafts if guesses and newest == PENDING else guess)),
+                    position,
+                    range(1 + sequence * per_table, 1 + (sequence + 1) * per_table),
+                    GREEDY,
+                    window=1 + sequence,
+                    preceding=(11, 12, 13),
+                    num_drafts=drafts,
+                    wants_drafts=guesses,
+                )
+                for sequence, position in enumerate(positions)
+            )
+        )
+
+    each = 1 + drafts
+    positions = [context - (_AHEAD_STEPS + 1) * each] * requests
+    for sequence in range(requests):  # windows go on from where they are told
+        executor.write_window(1 + sequence, executor.read_window(1 + sequence))
+    running = executor.launch(rows(positions, 5))
+    start = time.perf_counter()
+    for _ in range(_AHEAD_STEPS - 1):
+        launched = executor.launch(rows([position + each for position in positions], PENDING))
+        sampled = executor.collect(running)
+        positions = [at + 1 + len(row.accepted) for at, row in zip(positions, sampled, strict=True)]
+        running = launched
+    executor.collect(running)
+    return (time.perf_counter() - start) / _AHEAD_STEPS
+
+
 def prefill(ceilings: Mapping[str, float], layers: int, *, is_invariant: bool) -> dict[str, Any]:
     """One chunk of one prompt through encoder layers alone."""
     shape = replace(prefill_shape(), layers=layers)
     config = published_config(layers, layers)
-    weights = random_weights(config, CUDA, experts="fp4", placement=None)
+    weights = random_weights(
+        config, CUDA, experts="fp4", placement=None, is_invariant=is_invariant, unpacks=not is_invariant
+    )
     blocks = shape.tokens // config.block_tokens
     model = random_model(
         config, weights, CUDA, num_blocks=1 + blocks, num_windows=2, is_invariant=is_invariant, graph_sizes=()
@@ -113,6 +196,7 @@ def prefill(ceilings: Mapping[str, float], layers: int, *, is_invariant: bool) -
         "floor_ms": round(floor * 1e3, 2),
         "share_of_floor": round(floor / seconds, 3),
         "tokens_per_second_of_20_layers": round(shape.tokens / seconds * layers / prefill_shape().layers),
+        "beside": BESIDE["prefill"],
     }
 
 
@@ -163,3 +247,30 @@ def _on_device(executor: Executor, batch: Batch, begin: Callable[[], None]) -> f
     end.record()
     torch.cuda.synchronize()
     return float(start.elapsed_time(end)) / 1e3 / _IN_FLIGHT
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--modes", nargs="*", default=["invariant", "fastest"])
+    parser.add_argument("--layers", type=int, default=14, help="of prefill: the encoder has 20, 14 fit in 141 GB")
+    parser.add_argument("--out", type=Path, help="folder for gpu_v41_step.json")
+    asked = parser.parse_args()
+    ceilings, lines = yardsticks(), []
+
+    def say(figure: str, **facts: object) -> None:
+        lines.append({"figure": figure, **facts})
+        print(json.dumps(lines[-1]), flush=True)
+
+    print(json.dumps({"machine": machine(), **ceilings}), flush=True)
+    time_steps(say, ceilings, modes=asked.modes, layers=asked.layers)
+    if asked.out:
+        asked.out.mkdir(parents=True, exist_ok=True)
+        command = f"python -m bench.gpu_v41_step --layers {asked.layers}"
+        document = {"machine": machine(), "command": command, "yardsticks": ceilings, "figures": lines}
+        (asked.out / "gpu_v41_step.json").write_text(json.dumps(document, indent=1) + "\n")
+    return 1 if any("failed" in line for line in lines) else 0
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        sys.exit(main())

@@ -33,7 +33,11 @@ class SamplingParams:
 
 
 PENDING = -1
-"""Stands for the one token of a row that the step launched before will sample for its sequence: it is not known yet."""
+"""Stands for the one token of a row that the step launched before will sample for its sequence: it is not known yet.
+
+Where that step verifies drafts, the row is planned as if all of them were accepted: its position is the highest it can
+have, and the device moves it back by what was not. Tokens before it that depend on that are PENDING as well.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +99,17 @@ class Row:
     """Tokens whose logprobs are wanted: targets[i] follows token_ids[i]. As many as token_ids, or fewer."""
     num_target_logprobs: int = 0
     """Alternatives to each target."""
+    num_drafts: int = 0
+    """How many of token_ids, the last ones, are guesses: a token is drawn after each, and before the first of them. A
+    draft that is the token drawn in its place is accepted, and so on until one is not."""
+    wants_drafts: bool = False
+    """Guess what may follow the token that is drawn, where the model can: the next step's row may verify it."""
 
     def wanted(self, *, every_row: bool = False) -> list[int]:
         """Which of token_ids need logits, ascending.  every_row: the last one does, sampled or not."""
         last = len(self.token_ids) - 1
+        if self.num_drafts:
+            return list(range(last - self.num_drafts, last + 1))
         needs_last = (every_row or self.sampling is not None) and last >= len(self.targets)
         return [*range(len(self.targets)), *([last] if needs_last else [])]
 
@@ -130,5 +141,11 @@ class Sampled:
     """Natural log of the chosen token's probability; None unless num_logprobs was set."""
     top: tuple[tuple[int, float], ...] = ()
     """(token id, logprob), likeliest first."""
+    accepted: tuple[int, ...] = ()
+    """Drafts that were right, in order: they come before token_id."""
+    drafts: tuple[int, ...] = ()
+    """What may follow token_id, nearest first."""
+    confidences: tuple[float, ...] = ()
+    """Of each of them: chance that it is right if those before it are."""
     problem: str | None = None
     """Why the row has no token (NaN logits, or nothing is allowed); token_id is then -1. Batch mates are fine."""

@@ -3,6 +3,7 @@
 Only the engine thread that owns the block pool calls an executor. `launch` hands a step to the device and `collect`
 waits for its tokens, so that the next step can be planned in between. Whatever is asked of a device happens in the
 order in which it was asked: blocks that are read or written between two steps are those of all steps launched before.
+A block that is written from the host must not be in a table of a step that is not collected yet.
 On a CPU the device is this thread.
 """
 
@@ -17,9 +18,11 @@ import torch
 from torch import Tensor
 
 from kernels.batch import PENDING, Batch, Row, Sampled, Scored
+from kernels.kv.block_bytes import Fetched
 from kernels.kv.replay import Mode
-from kernels.memory_plan import STEP_TOKENS
-from kernels.models.host_draws import HostDraws, draw_rows, spans
+from kernels.memory_plan import STEP_TOKENS, NoRoom
+from kernels.models.drafter import Drafter
+from kernels.models.host_draws import HostDraws, check_drafts, draw_rows, spans
 from kernels.models.load import choose_device, open_model
 from kernels.models.model import BadBatch, Draws, DrawsTokens, Dtype, Model, ModelInfo, OpenedModel, Progress
 from kernels.models.weights import BadWeights
@@ -31,6 +34,8 @@ DEFAULT_KV_BYTES = 1 << 30
 DEFAULT_WINDOWS = 32
 _PROOF_TOKENS = 150
 _PROOF_SPLITS = (0, 37, 38, 130, 149)
+_PROOF_MATE_TOKENS = 9
+"""Enough to move its mate's rows into other places of their tiles, few enough to cost little."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +87,8 @@ class Executor:
         self._model = model
         self._model_dir = model_dir
         self._invariant = invariant
-        self._drawer: DrawsTokens | None = HostDraws() if run_ahead else None
+        self._drafter: Drafter | None = getattr(model, "drafter", None)
+        self._drawer: DrawsTokens | None = HostDraws(self._drafter) if run_ahead else None
         if isinstance(model, DrawsTokens):
             self._drawer = model
         self.runs_ahead = self._drawer is not None and run_ahead is not False
@@ -106,6 +112,7 @@ class Executor:
         invariant: bool = True,
         run_ahead: bool | None = None,
         step_tokens: int = STEP_TOKENS,
+        drafts: bool = False,
         progress: Progress | None = None,
     ) -> Executor:
         """Read a model folder, pack its weights and prove which row counts are bit-equal here.
@@ -116,7 +123,8 @@ class Executor:
         can be computed at a time, where the model has windows.  replay: how windows are rebuilt after a hit; part of
         the fingerprint, for what other than "off" computes is not what a cold run would have.  run_ahead: what
         `runs_ahead` says; None is what suits the device, and on a CPU True draws at launch, as a GPU does.
-        step_tokens: most of a step, for which a GPU keeps memory.
+        step_tokens: most of a step, for which a GPU keeps memory.  drafts: load the model's drafter, if it has one, for
+        rows that want drafts.
 
         Raises ModelNotSupported, BadWeights, NotInvariant, NoRoom, or ValueError for a setting that cannot be.
         """
@@ -131,9 +139,10 @@ class Executor:
             invariant=invariant,
             progress=progress or _silent,
             step_tokens=step_tokens,
+            drafts=drafts,
         )
-        blocks = _count_blocks(opened, kv_bytes, num_blocks)
         windows = num_windows + 1 if opened.window else 0
+        blocks = _count_blocks(opened, kv_bytes, num_blocks, windows)
         digest = opened.weights_digest()
         model = opened.build(num_blocks=blocks, num_windows=windows)
         return cls(
@@ -158,8 +167,18 @@ class Executor:
         """Prove the promise on the whole model and touch the memory a step uses. Only while no block is in use.
 
         One sequence computed whole, and in chunks ending with a decode step beside a batch mate, must give the same
-        logits and the same KV in every bit.  Raises NotInvariant, and BadWeights for what no token can be drawn from.
+        logits and the same KV in every bit.  Raises NotInvariant, BadWeights for what no token can be drawn from, and
+        NoRoom.
         """
+        try:
+            self._prove(progress)
+        except torch.OutOfMemoryError as error:
+            raise NoRoom(
+                f"the device ran out of memory at the first steps, which were planned for: end what else uses it, or"
+                f" set kv_bytes so that less is taken ({error})"
+            ) from error
+
+    def _prove(self, progress: Progress | None) -> None:
         report = progress or _silent
         block_tokens = self.layout.block_tokens
         tokens = min(_PROOF_TOKENS, self.config.max_position_tokens, (self.num_blocks - 1) // 2 * block_tokens)
@@ -186,7 +205,7 @@ class Executor:
             report("warm up", done + 1, len(splits) + 1)
             self.reset_window(windows[0])
             preceding = ids[max(start - self.preceding_tokens, 0) : start]
-            mate = Row(1, ids[: end - start], 0, whole, window=windows[0])
+            mate = Row(1, ids[: min(end - start, _PROOF_MATE_TOKENS)], 0, whole, window=windows[0])
             got = self.logits(
                 Batch((mate, Row(0, ids[start:end], start, cut, window=windows[1], preceding=preceding)))
             )[1]
@@ -207,6 +226,9 @@ class Executor:
         that the step launched before is still drawing.  masks_follow: some rows' masks are not known yet; nothing is
         drawn before `draw` brings them, which must be before the next launch.
         """
+        for row in batch.rows:
+            if row.num_drafts:
+                check_drafts(row, most=self.window.backtrack_tokens if self.window else None)
         if self._is_undrawn and any(PENDING in row.token_ids for row in batch.rows):
             raise BadBatch("the step before was not drawn: no token is on its way")
         if isinstance(self._drawer, HostDraws):
@@ -226,12 +248,13 @@ class Executor:
 
     @torch.inference_mode()
     def collect(self, step: Step) -> tuple[Sampled, ...]:
-        """One token per row that wants one, in row order. A row without usable logits says so in `problem`.
+        """One token per row that wants one, in row order, and the drafts before it that were right.
 
-        A step that was not drawn yet is drawn here, so before the next launch.
+        A row without usable logits says so in `problem`.  A step that was not drawn yet is drawn here, so before the
+        next launch.
         """
         drawn = self.draw(step).draws if step.draws is None else step.draws
-        return drawn.wait() if drawn is not None else draw_rows(step.batch, step.logits)
+        return drawn.wait() if drawn is not None else draw_rows(step.batch, step.logits, self._drafter)
 
     @torch.inference_mode()
     def score(self, step: Step) -> dict[int, tuple[Scored, ...]]:
@@ -260,6 +283,11 @@ class Executor:
     def read_block(self, block_id: int) -> bytes:
         """The bytes of a block, as `layout` describes them."""
         return self._model.read_block(block_id)
+
+    @torch.inference_mode()
+    def fetch_block(self, block_id: int) -> Fetched:
+        """Begin to read a block, as all steps launched so far leave it; its bytes come while the device goes on."""
+        return self._model.fetch_block(block_id)
 
     @torch.inference_mode()
     def copy_block(self, block_id: int, place: memoryview) -> None:
@@ -298,14 +326,14 @@ class Executor:
         return self._model.forward(batch, every_row=every_row)
 
 
-def _count_blocks(opened: OpenedModel, kv_bytes: int | None, num_blocks: int | None) -> int:
+def _count_blocks(opened: OpenedModel, kv_bytes: int | None, num_blocks: int | None, num_windows: int) -> int:
     if kv_bytes is not None and num_blocks is not None:
         raise ValueError("give kv_bytes or num_blocks, not both")
-    if kv_bytes is None and num_blocks is None and (fitting := opened.fitting_blocks()):
+    if kv_bytes is None and num_blocks is None and (fitting := opened.fitting_blocks(num_windows=num_windows)):
         return fitting
     count = num_blocks if num_blocks is not None else (kv_bytes or DEFAULT_KV_BYTES) // opened.layout.block_bytes
     if count < 2:
-        raise ValueError(
+        raise NoRoom(
             f"room for {count} blocks of {opened.layout.block_bytes} bytes;"
             " at least 2 are needed (one is the null block)"
         )

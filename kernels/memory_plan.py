@@ -105,6 +105,17 @@ def plan_blocks(
     return plan
 
 
+def check_host(needed: int, *, available: int, what: str) -> None:
+    """Raise NoRoom when the host cannot pin what a device reads from its memory.  what: names it, in the plural."""
+    if needed > available:
+        raise NoRoom(
+            f"{what} take {gib(needed)} of the host's memory, pinned so that the device can read them;"
+            f" {gib(available)} are available, {gib(needed - available)} missing."
+            f" Give this process {gib(needed)} (a container's memory limit counts), end what else takes the host's"
+            " memory, or run on the CPU, which reads them from their files"
+        )
+
+
 def _advice(need: Need, plan: MemoryPlan, fitting: int, block_bytes: int) -> str:
     if fitting >= LEAST_BLOCKS:
         return (

@@ -6,7 +6,32 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
+from kernels.kv.crossing import Crossing
 from kernels.kv.layout import KvLayout
+
+_FETCHING_BYTES = 64 << 20
+_LEAST_FETCHING, _MOST_FETCHING = 2, 64
+"""Host buffers of a GPU's cache, for blocks on their way."""
+
+
+class Fetched:
+    """A block on its way to the host."""
+
+    def __init__(self, held: Tensor, arrived: torch.cuda.Event | None, buffers: list[Tensor] | None = None) -> None:
+        """held: [block_bytes] uint8, of the host.  arrived: None when it is there.  buffers: where `held` goes back."""
+        self._held, self._arrived, self._buffers = held, arrived, buffers
+
+    def is_there(self) -> bool:
+        return self._arrived is None or bool(self._arrived.query())  # type: ignore[no-untyped-call] # torch's stub
+
+    def payload(self) -> bytes:
+        """Its bytes, once; waits for this copy and nothing else."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        copied = self._held.numpy().tobytes()
+        if self._buffers is not None:
+            self._buffers.append(self._held)
+        return copied
 
 
 class BlockBytes:
@@ -16,23 +41,45 @@ class BlockBytes:
         """num_blocks: the null block counted."""
         self.layout = layout
         self.num_blocks = num_blocks
+        self.crossing = Crossing.of(device)
         self._blocks: Tensor = torch.zeros(num_blocks, layout.block_bytes, dtype=torch.uint8, device=device)
+        self._buffers: list[Tensor] = []
+        if device.type == "cuda":
+            count = min(max(_FETCHING_BYTES // layout.block_bytes, _LEAST_FETCHING), _MOST_FETCHING)
+            self._buffers += [torch.empty(layout.block_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(count)]
 
     def read_block(self, block_id: int) -> bytes:
         """The block's bytes as the layout describes them."""
         self._check_block(block_id)
-        return self._blocks[block_id].cpu().numpy().tobytes()
+        with self.crossing.copying(block_id):
+            return self._blocks[block_id].cpu().numpy().tobytes()
+
+    def fetch_block(self, block_id: int) -> Fetched:
+        """Begin to read a block, as it is after all that was asked for so far; nobody waits for it."""
+        self._check_block(block_id)
+        if self._blocks.is_cpu:
+            return Fetched(self._blocks[block_id].clone(), None)
+        buffer = self._buffers.pop() if self._buffers else None
+        held = torch.empty(self.layout.block_bytes, dtype=torch.uint8, pin_memory=True) if buffer is None else buffer
+        with self.crossing.copying(block_id):
+            held.copy_(self._blocks[block_id], non_blocking=True)
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch's stub
+            arrived.record()
+        return Fetched(held, arrived, None if buffer is None else self._buffers)
 
     def copy_block(self, block_id: int, place: memoryview) -> None:
         """Copy the block to writable host memory, with nothing in between; ValueError for a place of another size."""
         self._check_block(block_id)
         if len(place) != self.layout.block_bytes:
             raise ValueError(f"a block has {self.layout.block_bytes} bytes, the place {len(place)}")
-        torch.frombuffer(place, dtype=torch.uint8).copy_(self._blocks[block_id])
+        with self.crossing.copying(block_id):
+            torch.frombuffer(place, dtype=torch.uint8).copy_(self._blocks[block_id])
 
     def write_block(self, block_id: int, payload: bytes | bytearray | memoryview) -> None:
         """Replace a block; ValueError unless the payload is layout.block_bytes long."""
-        self._blocks[block_id].copy_(self._checked(block_id, payload))
+        checked = self._checked(block_id, payload)
+        with self.crossing.copying(block_id):
+            self._blocks[block_id].copy_(checked)
 
     def take_block(self, block_id: int, payload: bytes | bytearray | memoryview) -> int:
         """As `write_block`, from memory that others may write meanwhile; return the XXH3 (64 bits) of what it holds.
@@ -44,7 +91,8 @@ class BlockBytes:
             self._blocks[block_id].copy_(taken)
             return xxh3_64_intdigest(self._blocks[block_id].numpy().data)
         taken = taken.clone()
-        self._blocks[block_id].copy_(taken)
+        with self.crossing.copying(block_id):
+            self._blocks[block_id].copy_(taken)
         return xxh3_64_intdigest(taken.numpy().data)
 
     def _checked(self, block_id: int, payload: bytes | bytearray | memoryview) -> Tensor:

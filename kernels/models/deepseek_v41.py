@@ -12,11 +12,13 @@ from kernels.kv.layout import KvLayout
 from kernels.kv.window import WindowSpec
 from kernels.models.config import ModelNotSupported
 from kernels.models.doors import WindowDoor
+from kernels.models.drafter import Drafter
 from kernels.models.model import Dtype, Progress
 from kernels.models.v41.cache import V41Cache
 from kernels.models.v41.config import V41Config, read_v41_config
 from kernels.models.v41.folder import V41Folder
 from kernels.models.v41.layout import compressor_ring_tokens, window_spec
+from kernels.models.v41.matrices import Packer, Source
 from kernels.models.v41.plan import V41Planner
 from kernels.models.v41.slots import WindowSlots
 from kernels.models.v41.step import Step, Watch
@@ -59,6 +61,8 @@ class DeepseekV41(WindowDoor):
             device=device,
         )
         self._scratch = Scratch(device)
+        self.drafter: Drafter | None = None
+        """For rows that want drafts, if it was loaded."""
 
     @property
     def row_tiles(self) -> tuple[int, ...]:
@@ -106,13 +110,18 @@ class OpenedV41(V41Folder):
         block_tokens: int | None,
         device: torch.device,
         progress: Progress,
+        drafts: bool = False,
     ) -> None:
-        """Raises ModelNotSupported, BadWeights, or ValueError for a setting that cannot be."""
+        """drafts: load the drafter too.
+
+        Raises ModelNotSupported, BadWeights, or ValueError for a setting that cannot be.
+        """
         config = read_v41_config(model_dir)
         super().__init__(model_dir, config, numerics=numerics, block_tokens=block_tokens, progress=progress)
         self._numerics, self._device = numerics, device
+        self._has_drafter = drafts and config.drafter.num_layers > 0
 
-    def fitting_blocks(self) -> int:
+    def fitting_blocks(self, *, num_windows: int) -> int:  # noqa: ARG002 - the host's memory is not planned
         return 0
 
     def build(self, *, num_blocks: int, num_windows: int) -> DeepseekV41:
@@ -124,7 +133,25 @@ class OpenedV41(V41Folder):
             if plain(kernel).name == kernel.name:
                 raise
             weights = self._read(plain(kernel))
-        return DeepseekV41(weights, self.layout, num_blocks=num_blocks, num_windows=num_windows)
+        model = DeepseekV41(weights, self.layout, num_blocks=num_blocks, num_windows=num_windows)
+        if self._has_drafter:
+            model.drafter = self._drafter(model)
+        return model
+
+    def _drafter(self, model: DeepseekV41) -> Drafter:
+        """Packed apart from the model, whose recipe knows nothing of it: drafts change no token."""
+        config, weights = self._config, model.weights
+        assert weights.draft_windows is not None, "who drafts has windows"
+        return Drafter(
+            config,
+            Source(self._checkpoint, Packer(choose("fp32", self._device), self._device), "mtp."),
+            self._numerics,
+            windows=weights.draft_windows,
+            rings=model.cache.rings[config.num_layers :],
+            embedding=model.embedding,
+            head=model.head,
+            rope=weights.ropes.plain,
+        )
 
     def _read(self, kernel: Kernel) -> V41Weights:
         return V41Weights(self._config, self._checkpoint, self._compressed_ids, self._numerics, kernel, self._device)

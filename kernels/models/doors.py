@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kernels.kv.block_bytes import BlockBytes
+    from kernels.kv.block_bytes import BlockBytes, Fetched
     from kernels.kv.cache import KvCache
     from kernels.models.v41.cache import V41Cache
     from kernels.models.v41.slots import WindowSlots
@@ -18,6 +18,9 @@ class BlockDoor:
 
     def read_block(self, block_id: int) -> bytes:
         return self.cache.read_block(block_id)
+
+    def fetch_block(self, block_id: int) -> Fetched:
+        return self.cache.fetch_block(block_id)
 
     def copy_block(self, block_id: int, place: memoryview) -> None:
         self.cache.copy_block(block_id, place)

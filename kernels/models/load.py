@@ -27,10 +27,11 @@ def open_model(
     progress: Progress,
     invariant: bool = True,
     step_tokens: int = STEP_TOKENS,
+    drafts: bool = False,
 ) -> OpenedModel:
     """Read a folder's config.  block_tokens: None takes the model's own.  replay: other than off needs windows.
 
-    step_tokens: most of a step, for which a GPU keeps memory.
+    step_tokens: most of a step, for which a GPU keeps memory.  drafts: load the drafter of a model that has one.
 
     Raises ModelNotSupported, BadWeights, or ValueError for a setting that cannot be.
     """
@@ -42,18 +43,32 @@ def open_model(
         from kernels.models.gpu.dense import OpenedGpuDense  # both need Triton
         from kernels.models.gpu.v41.opened import OpenedGpuV41
 
-        kind = OpenedGpuV41 if has_windows else OpenedGpuDense
-        return kind(
+        if not has_windows:
+            return OpenedGpuDense(
+                model_dir,
+                block_tokens=block_tokens,
+                device=device,
+                invariant=invariant,
+                progress=progress,
+                step_tokens=step_tokens,
+            )
+        return OpenedGpuV41(
             model_dir,
             block_tokens=block_tokens,
             device=device,
             invariant=invariant,
             progress=progress,
             step_tokens=step_tokens,
+            drafts=drafts,
         )
     if has_windows:
         return OpenedV41(
-            model_dir, numerics=numerics_of(dtype), block_tokens=block_tokens, device=device, progress=progress
+            model_dir,
+            numerics=numerics_of(dtype),
+            block_tokens=block_tokens,
+            device=device,
+            progress=progress,
+            drafts=drafts,
         )
     return OpenedDense(model_dir, dtype=dtype, block_tokens=block_tokens, device=device, progress=progress)
 

@@ -8,6 +8,7 @@ from typing import Literal, Protocol, runtime_checkable
 from torch import Tensor
 
 from kernels.batch import Batch, Sampled
+from kernels.kv.block_bytes import Fetched
 from kernels.kv.layout import KvLayout
 from kernels.kv.window import WindowSpec
 
@@ -79,6 +80,9 @@ class Model(Protocol):
     def read_block(self, block_id: int) -> bytes:
         """layout.block_bytes bytes."""
 
+    def fetch_block(self, block_id: int) -> Fetched:
+        """Begin to read a block; nothing is waited for."""
+
     def copy_block(self, block_id: int, place: memoryview) -> None:
         """The same bytes, into host memory of that size. ValueError for another size, or for the null block."""
 
@@ -130,8 +134,11 @@ class OpenedModel(Protocol):
     def weights_digest(self) -> bytes:
         """32 bytes that name the weights."""
 
-    def fitting_blocks(self) -> int:
-        """How many blocks the device has room for beside the weights; 0 where that is not known."""
+    def fitting_blocks(self, *, num_windows: int) -> int:
+        """How many blocks the device has room for beside weights and windows; 0 where that is not known.
+
+        num_windows: null window counted.  Raises NoRoom.
+        """
 
     def build(self, *, num_blocks: int, num_windows: int) -> Model:
         """Read, check and pack the weights, and make the caches (null block and null window counted)."""

@@ -26,13 +26,17 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
+from kernels.ops import gpu_grouped_fp8, gpu_sparse
 from kernels.ops.engram import hash_tables
 from kernels.ops.gpu_attention import CHUNK, LONG_PART_TOKENS, SINGLE
 from kernels.ops.gpu_attention import attend as attend_dense
 from kernels.ops.gpu_engram import HashNumbers, add_memory, read_rows, table_rows
+from kernels.ops.gpu_fp8 import RowScaled, SpanRows, gathered, norm_rows, span_rows, swiglu_rows
 from kernels.ops.gpu_grouped import Format, Groups, Weights, multiply, multiply_gated
+from kernels.ops.gpu_grouped_unpack import Powers, unpack
 from kernels.ops.gpu_hyper import MixingWeights, enter, leave
 from kernels.ops.gpu_index import Keys, locate, score, score_candidates, select
 from kernels.ops.gpu_linear import linear, linear_parts, linear_swiglu
@@ -54,9 +58,9 @@ from kernels.ops.gpu_sampler import NUM_ASKED, Adjustments, Features, adjust, dr
 from kernels.ops.gpu_sparse import Chosen, Windows, attend
 from kernels.ops.gpu_step import fill_tokens, update_tables
 from kernels.ops.gpu_swiglu import swiglu
-from kernels.ops.gpu_varlen import lay_out
 from kernels.ops.hyper import Coefficients
 from kernels.tests import gpu_v41_launches as launches
+from kernels.tests.gpu_layer_launches import one_kernel
 
 SM90 = GPUTarget("cuda", 90, 32)
 
@@ -147,7 +151,8 @@ def source_of(launch: Launch) -> tuple[ASTSource, dict[str, Any]]:
     options, signature, constants, attributes = kernel._pack_args(
         backend, launch.named | named, bound, specialisation, named
     )
-    return ASTSource(kernel, signature, constants, attributes), options.__dict__
+    kind = GluonASTSource if kernel.is_gluon() else ASTSource
+    return kind(kernel, signature, constants, attributes), options.__dict__
 
 
 def compiled(source: ASTSource, options: dict[str, Any], case: str) -> Compiled:
@@ -260,8 +265,12 @@ def v41_rows(size: int) -> None:
     round_fp8(x)
     norm_fp8(x, fp32(size), eps=EPS)
     quantise_rows(x)
-    swiglu_fp8(bf16(37, 2 * size), fp32(37), limit=10.0)
-    swiglu_fp8(bf16(37, 2 * size), None, limit=10.0)
+    for factors in (fp32(37), None):
+        swiglu_fp8(bf16(37, 2 * size), factors, limit=10.0)
+    span_rows(x)
+    span_rows(fp32(37, size), rounds=True)
+    norm_rows(x, fp32(size), eps=EPS)
+    swiglu_rows(bf16(37, 2 * size), limit=10.0)
 
 
 def v41_block(source: int) -> tuple[Keys, Section]:
@@ -290,19 +299,27 @@ def v41_records() -> None:
     compress_entries(fp32(count, HEAD), None, i64(60, 1), i64(2), i64(2), fp32(HEAD), eps=EPS)
 
 
-def v41_attention(*, entries: bool) -> None:
+def v41_attention(*, entries: bool, window: int = 128) -> None:
     """A token's window, with and without chosen entries."""
     count, main = 20, v41_block(3)[1]
-    windows = Windows(i64(count), i64(count), i64(count), i64(count), i64(count), 128, 134)
+    windows = Windows(i64(count), i64(count), i64(count), i64(count), i64(count), window, 134)
     chosen = Chosen(i32(count, 512), i32(count), main, 128) if entries else None
     turn = fp32(count, PAIRS), fp32(count, PAIRS)
     attend(bf16(count, HEADS, HEAD), *turn, u8(count, 528), v41_ring(), windows, chosen, fp32(HEADS), scale=HEAD**-0.5)
 
 
-def v41_index(source: int) -> None:
-    """Scores and choices of entries, of blocks, and of entries in blocks."""
+def v41_attention_elsewhere(*, entries: bool) -> None:
+    """The same where the kernel for Hopper does not fit."""
+    before = gpu_sparse._fits_hopper
+    gpu_sparse._fits_hopper = lambda *_: False
+    v41_attention(entries=entries)
+    gpu_sparse._fits_hopper = before
+
+
+def v41_index(source: int, *, heads: int = INDEX_HEADS) -> None:
+    """Scores and choices of entries, of blocks, and of entries in blocks; Hopper's own kernel is for 32 heads."""
     (keys, _), tokens = v41_block(source), 8
-    queries, weights, seen = bf16(tokens, INDEX_HEADS, INDEX_DIM), fp32(tokens, INDEX_HEADS), i32(tokens)
+    queries, weights, seen = bf16(tokens, heads, INDEX_DIM), fp32(tokens, heads), i32(tokens)
     score(queries, weights, keys, i32(3, 3), seen, width=4096)
     score(queries, weights, keys, i32(3, 3), seen, width=131_072, block_size=8)
     select(bf16(tokens, 16_384), seen, count=2048)
@@ -313,20 +330,16 @@ def v41_index(source: int) -> None:
     locate(i32(tokens, 512), keys, i32(tokens))
 
 
-def v41_layout() -> None:
-    """A verification step's tokens, as planned and as corrected."""
-    lay_out(i32(64), i32(64), num_tokens=400, tile_tokens=4)
-    lay_out(i32(64), i32(64), num_tokens=400, tile_tokens=4, rejected=i32(64), earlier=i32(64))
-
-
 def v41_routes(here: int) -> None:
     """Experts chosen, sorted (all of them, or a rank's) and added up."""
     tokens, images = 160, torch.empty(160, dtype=torch.bool)
     route(fp32(tokens, EXPERTS), fp32(EXPERTS), None, None, top_k=TOP_K, scaling=1.5)
     route(fp32(tokens, EXPERTS), fp32(EXPERTS), fp32(EXPERTS), images, top_k=TOP_K, scaling=1.5)
     group(i32(tokens, TOP_K), num_experts=here, first_expert=EXPERTS - here)
-    combine(bf16(tokens * TOP_K, HIDDEN), bf16(tokens, HIDDEN), i32(tokens, TOP_K), top_k=TOP_K)
-    combine(bf16(tokens * TOP_K, HIDDEN), None, top_k=TOP_K)
+    slots = bf16(tokens * TOP_K, HIDDEN)
+    combine(slots, None, top_k=TOP_K)
+    for places in (None, i32(len(slots))):
+        combine(slots, bf16(tokens, HIDDEN), i32(tokens, TOP_K), top_k=TOP_K, places=places)
 
 
 def v41_experts(kind: Format, rows: int) -> None:
@@ -335,15 +348,29 @@ def v41_experts(kind: Format, rows: int) -> None:
     groups = Groups(i32(experts), i32(slots), i32(slots))
 
     def weights(out: int, size: int) -> Weights:
-        if kind == "bf16":
-            return Weights(kind, bf16(experts, out, size), u8(0), size)
-        if kind == "fp8":
-            return Weights(kind, u8(experts, out, size), u8(experts, out // 32, size // 32), size)
-        return Weights(kind, u8(experts, out, size // 2), u8(experts, out, size // 32), size)
+        wide, block = (bf16(experts, out, size), u8(0)), (u8(experts, out, size), u8(experts, out // 32, size // 32))
+        packed = u8(experts, out, size // 2), u8(experts, out, size // 32)
+        return Weights(kind, *{"bf16": wide, "fp8": block, "fp4": packed}[kind], size)
 
-    multiply_gated(bf16(slots, HIDDEN), weights(2 * WIDTH, HIDDEN), groups, fp32(slots), limit=10.0, num_out=slots)
-    multiply_gated(bf16(slots, HIDDEN), weights(2 * WIDTH, HIDDEN), groups, None, limit=10.0, num_out=slots)
+    for factors in (fp32(slots), None):
+        multiply_gated(bf16(slots, HIDDEN), weights(2 * WIDTH, HIDDEN), groups, factors, limit=10.0, num_out=slots)
     multiply(bf16(slots, WIDTH), weights(HIDDEN, WIDTH), groups, num_out=slots)
+
+
+def v41_units(rows: int) -> None:
+    """A rank's experts on the fp8 units: unpacked, rows restated, gate and up, then down."""
+    experts, slots, kind = 7, 7 * rows, torch.float8_e4m3fn
+    groups = Groups(i32(experts), i32(slots), i32(slots))
+    packed = Weights("fp4", u8(experts, 2 * WIDTH, HIDDEN // 2), u8(experts, 2 * WIDTH, HIDDEN // 32), HIDDEN)
+    unpack(packed, Powers(u8(experts, 2 * WIDTH), fp32(experts, 2 * WIDTH), i32(64, 2), is_exact=True))
+    up = RowScaled(torch.empty(experts, 2 * WIDTH, HIDDEN, dtype=kind), fp32(experts, 2 * WIDTH))
+    down = RowScaled(torch.empty(experts, HIDDEN, WIDTH, dtype=kind), fp32(experts, HIDDEN))
+    x = span_rows(bf16(rows, HIDDEN), groups.sources, span=256)
+    gpu_grouped_fp8.multiply_gated(x, up, groups, fp32(slots), limit=10.0)
+    for wide in (False, True):
+        gpu_grouped_fp8.multiply(span_rows(bf16(slots, WIDTH), span=256), down, groups, num_out=slots, wide=wide)
+    gathered(SpanRows(torch.empty(rows, HIDDEN, dtype=kind), fp32(1, rows)), groups.sources)
+    swiglu_rows(bf16(slots, 2 * WIDTH), groups.targets, fp32(slots), limit=10.0)
 
 
 def v41_fp8(tokens: int) -> None:
@@ -358,7 +385,7 @@ def v41_streams(tokens: int, *, is_invariant: bool) -> None:
     weights = MixingWeights(bf16(3, 32, 4 * HIDDEN), fp32(3), fp32(24), fp32(HIDDEN), EPS, 1e-6, 20)
     streams, output = bf16(tokens, 4, HIDDEN), bf16(tokens, HIDDEN)
     for given in (None, output):
-        enter(streams, given, before, weights, is_invariant=is_invariant)
+        enter(streams, given, before, weights, is_invariant=is_invariant, restates=not is_invariant)
     leave(streams, output, before)
 
 
@@ -385,6 +412,8 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
         (900, 6144, 4096), (900, 960, 576),
     ):  # fmt: skip
         yield f"dense products {rows} {columns}", partial(dense_products, rows, columns, depth)
+    yield "dense one kernel 1", partial(one_kernel, 1)
+    yield "dense one kernel 8", partial(one_kernel, 8)
     yield "sampler greedy", partial(sampler, Features())
     yield "sampler noise", partial(sampler, Features(noise=True, min_p=True))
     yield "sampler all", partial(sampler, Features(True, True, True, True, 20), adjusts=True)
@@ -393,20 +422,25 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
     yield "v41 records", v41_records
     for entries in (True, False):
         yield f"v41 attention {entries}", partial(v41_attention, entries=entries)
+        yield f"v41 attention {entries} elsewhere", partial(v41_attention_elsewhere, entries=entries)
+    yield "v41 attention of drafts", partial(v41_attention, entries=False, window=131)
     for source in (3, 0):
         yield f"v41 index {source}", partial(v41_index, source)
-    yield "v41 layout", v41_layout
+        yield f"v41 index {source} elsewhere", partial(v41_index, source, heads=16)
+    yield "v41 layout", launches.layouts
     for here in (7, EXPERTS):
         yield f"v41 routes {here}", partial(v41_routes, here)
     kinds: tuple[Format, ...] = ("fp4", "fp8", "bf16")
     for kind in kinds:
         for rows in (4, 40, 400):
             yield f"v41 experts {kind} {rows}", partial(v41_experts, kind, rows)
+    yield from ((f"v41 units {rows}", partial(v41_units, rows)) for rows in (40, 400))
     for tokens in (1, 300):
         yield f"v41 fp8 {tokens}", partial(v41_fp8, tokens)
     for tokens, is_invariant in ((8, False), (8, True), (4000, False)):
         yield f"v41 streams {tokens} {is_invariant}", partial(v41_streams, tokens, is_invariant=is_invariant)
     yield "v41 memory", v41_memory
+    yield "v41 drafts", partial(launches.drafts, launches.real("fp4"), 64)
     yield from whole_steps()
 
 
@@ -421,29 +455,35 @@ def whole_steps() -> Iterator[tuple[str, Callable[[], None]]]:
         yield f"v41 step {name} chunk", partial(launches.chunk, packed, 2000, kept=140)
 
 
-def distinct() -> dict[tuple[str, str], tuple[ASTSource, dict[str, Any], str]]:
+def distinct() -> Iterator[tuple[ASTSource, dict[str, Any], str]]:
     """What all cases launch, once each: source, options and the first case that has it."""
-    found: dict[tuple[str, str], tuple[ASTSource, dict[str, Any], str]] = {}
+    found: set[tuple[str, str]] = set()
     for name, case in cases():
         for launch in caught(case):
             source, options = source_of(launch)
-            found.setdefault((source.hash(), repr(options)), (source, options, name))
-    return found
+            if (key := (source.hash(), repr(options))) not in found:
+                found.add(key)
+                yield source, options, name
 
 
-def tell_steps() -> None:
-    """Print a JSON line for each whole step: how much it launches, and what."""
-    for name, case in whole_steps():
-        made = caught(case)
-        names = sorted({f"{each.kernel.module.rpartition('.')[2]}.{each.kernel.__name__}" for each in made})
-        print(json.dumps({"case": name, "launches": len(made), "kernels": len(names), "names": names}))  # noqa: T201 - as below
-
-
-def main(wanted: str) -> None:
-    """Print a JSON line for each specialisation whose case matches, or for the first of each kernel if `wanted` is ""."""
+def compile_matching(wanted: str) -> None:
+    """Print a JSON line for each specialisation whose first case matches."""
     triton.knobs.nvidia.dump_ptxas_log = True
-    met: set[JITFunction[Any]] = set()
-    for source, options, case in distinct().values():
-        if re.match(wanted, case) if wanted else source.fn not in met:
-            met.add(source.fn)
+    for source, options, case in distinct():
+        if re.match(wanted, case):
             print(json.dumps(asdict(compiled(source, options, case))), flush=True)  # noqa: T201 - its product
+
+
+def tell_all() -> None:
+    """Print a JSON line for each whole step, how much it launches and what; and one for each kernel as first launched."""
+    triton.knobs.nvidia.dump_ptxas_log = True
+    steps, met = {name for name, _ in whole_steps()}, set()
+    for name, case in cases():
+        launches = caught(case)
+        if name in steps:
+            kernels = sorted({f"{each.kernel.module.rpartition('.')[2]}.{each.kernel.__name__}" for each in launches})
+            print(json.dumps({"step": name, "launches": len(launches), "kernels": kernels}))  # noqa: T201 - as above
+        for launch in launches:
+            if launch.kernel not in met:
+                met.add(launch.kernel)
+                print(json.dumps(asdict(compiled(*source_of(launch), name))), flush=True)  # noqa: T201 - as above

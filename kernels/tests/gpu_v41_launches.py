@@ -5,22 +5,28 @@ A tensor without values cannot be asked for one: that a step runs on them proves
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from bench.gpu_v41_model import one_rank_of, published_config, random_weights
+from bench.gpu_v41_model import RandomTensors, one_rank_of, published_config, random_weights
 from kernels.kv.layout import KvLayout
+from kernels.models.gpu.v41.drafter import DrafterLoader, GpuDrafter
+from kernels.models.gpu.v41.expert_weights import ExpertFormat
 from kernels.models.gpu.v41.graphs import whole_extent
 from kernels.models.gpu.v41.planner import extent_of
 from kernels.models.gpu.v41.records import Records
 from kernels.models.gpu.v41.stack import Stack
+from kernels.models.gpu.v41.step import Products
 from kernels.models.gpu.v41.tokens import Layouter, Say, Told, Turns
-from kernels.models.gpu.v41.weights import ExpertFormat, GpuV41Weights
+from kernels.models.gpu.v41.weights import GpuV41Weights
 from kernels.models.v41.config import V41Config, read_v41_config
 from kernels.models.v41.layout import v41_layout
+from kernels.ops.gpu_step import move_back, noise_keys
+from kernels.ops.gpu_varlen import lay_out
+from kernels.ops.gpu_verify import Standing, accept
 from kernels.ops.numerics import QUANT
 from kernels.tests.golden_files import tiny_v41
 
@@ -74,6 +80,7 @@ def captured_step(model: Shapes, tokens: int, context: int) -> None:
         wanted=every,
         stored=every,
         decoder_stored=every,
+        earlier=torch.empty(tokens, dtype=torch.int32),
     )
     stack, layouter = _made(model)
     stack.forward(layouter.lay(told, extent, extent))
@@ -82,7 +89,7 @@ def captured_step(model: Shapes, tokens: int, context: int) -> None:
 def chunk(model: Shapes, tokens: int, *, kept: int) -> None:
     """A prompt's last chunk with images, of which the decoder half computes some tokens only."""
     config = model.config
-    images = torch.empty(9, dtype=torch.int64), torch.empty(9, config.hidden_size)
+    images = torch.empty(9, dtype=torch.int64), torch.empty(9, config.hidden_size, dtype=torch.bfloat16)
     told = Told(
         sequences=torch.empty(len(Say), 1, dtype=torch.int32),
         token_ids=torch.empty(tokens, dtype=torch.int32),
@@ -90,11 +97,49 @@ def chunk(model: Shapes, tokens: int, *, kept: int) -> None:
         wanted=torch.empty(1, dtype=torch.int64),
         stored=torch.empty(config.ring_tokens, dtype=torch.int64),
         decoder_stored=torch.empty(min(config.ring_tokens, kept), dtype=torch.int64),
+        earlier=torch.empty(1, dtype=torch.int32),
         kept=torch.empty(kept, dtype=torch.int64),
         images=images,
     )
     stack, layouter = _made(model)
     stack.forward(layouter.lay(told, extent_of([tokens], [2 * tokens]), extent_of([kept], [2 * tokens])))
+
+
+def layouts() -> None:
+    """A verification step's tokens, as planned and as corrected, and what passes from a step with drafts to the next."""
+    counts, ends = torch.empty(2, 64, dtype=torch.int32)
+    lay_out(counts, ends, num_tokens=400, tile_tokens=4)
+    lay_out(counts, ends, num_tokens=400, tile_tokens=4, rejected=counts, earlier=ends)
+    places = torch.empty(4, 1024, dtype=torch.int32)
+    standing = Standing(places[0], places[1], places[2], torch.empty(1024, 3, dtype=torch.int32))
+    move_back(places[3, :64], torch.empty(64, 3, dtype=torch.int32), places[0, :64], standing.rejected, standing.before)
+    noise_keys(torch.empty(8, 400, dtype=torch.int64), standing.rejected)
+    choices, rows = torch.empty(2, 4096, dtype=torch.int32), torch.empty(3, 64, dtype=torch.int32)
+    accept(choices, torch.empty(400, 4, dtype=torch.int64), rows, standing)
+
+
+def drafts(model: Shapes, sequences: int) -> None:
+    """What the drafter's layers and heads do for some sequences: the proposal, and one place."""
+    config, layout = model.config, model.layout
+    pools = Pools(
+        torch.empty(_BLOCKS, layout.block_bytes, dtype=torch.uint8),
+        torch.empty(_WINDOWS, layout.window_bytes, dtype=torch.uint8),
+    )
+    turn = (torch.empty(_POSITIONS, config.rope_dims // 2), torch.empty(_POSITIONS, config.rope_dims // 2))
+    placement = one_rank_of(replace(config, moe=config.drafter.moe), config.drafter.moe.num_experts // 4)
+    loader = DrafterLoader(config, RandomTensors(config, META), META, experts="fp4", placement=placement)
+    drafter = GpuDrafter(
+        config,
+        loader.load_drafter(),
+        Records(config, layout, pools, torch.empty(_LINES, 8192, dtype=torch.int32)),
+        Turns(turn, turn),
+        embedding=model.weights.embedding,
+        head=model.weights.head,
+        products=Products(is_invariant=True),
+    )
+    newest = torch.empty(sequences, dtype=torch.int32)
+    positions, slots, window_from = torch.empty(3, sequences, dtype=torch.int64)
+    drafter.after(drafter.propose(newest, positions, slots, window_from), 0, newest)
 
 
 def _made(model: Shapes) -> tuple[Stack, Layouter]:
@@ -105,7 +150,9 @@ def _made(model: Shapes) -> tuple[Stack, Layouter]:
         torch.empty(_WINDOWS, layout.window_bytes, dtype=torch.uint8),
     )
     turn = (torch.empty(_POSITIONS, config.rope_dims // 2), torch.empty(_POSITIONS, config.rope_dims // 2))
-    layouter = Layouter(config, Turns(turn, turn), tables, torch.empty(256, dtype=torch.int32))
+    places = torch.empty(3, 256, dtype=torch.int32)
+    standing = Standing(places[0], places[1], places[2], torch.empty(256, 3, dtype=torch.int32))
+    layouter = Layouter(config, Turns(turn, turn), tables, standing, places[0])
     records = Records(config, layout, pools, tables)
     ids = torch.empty(config.vocab_size, dtype=torch.int64)
     return Stack(config, model.weights, records, ids, is_invariant=True), layouter

@@ -1,10 +1,12 @@
 """The plan of a device's memory adds up, fills what it may, and says what to do when it does not fit."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.memory_plan import LEAST_BLOCKS, Need, NoRoom, margin_bytes, plan_blocks
+from kernels.memory_plan import LEAST_BLOCKS, Need, NoRoom, check_host, margin_bytes, plan_blocks
 
 GIB = 1 << 30
 NEED = Need(weights=16 * GIB, workspace=2 * GIB, graphs=GIB, windows=GIB // 2)
@@ -84,3 +86,44 @@ def test_a_dense_model_says_what_it_takes() -> None:
     assert 2 * (16_384 - 512) * (3 * 14_336 + 4 * 4096 + 2 * 6144) == many.workspace - few.workspace
     assert captured.graphs - few.graphs > 257 * 128_256 * 4
     assert 1024 * 64 * 4 == captured.weights - few.weights
+
+
+def test_tables_that_the_host_cannot_pin_are_said_with_their_size() -> None:
+    """Before anything is loaded; what fits is not spoken of."""
+    check_host(203 * GIB, available=203 * GIB, what="n-gram tables")
+    with pytest.raises(
+        NoRoom, match=r"n-gram tables take 203.00 GiB of the host's memory.* 3.00 GiB missing. Give this"
+    ):
+        check_host(203 * GIB, available=200 * GIB, what="n-gram tables")
+
+
+def test_the_hosts_memory_is_what_the_tightest_limit_leaves(tmp_path: Path) -> None:
+    """Of the kernel and of all control groups above this process; cached files give way."""
+    pytest.importorskip("triton", reason="Triton is not installed: there is no GPU model to plan for")
+    from kernels.models.gpu.memory import available_host_bytes
+
+    def write(name: str, text: str) -> None:
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+    write("proc/meminfo", "MemTotal: 16777216 kB\nMemAvailable: 8388608 kB\n")
+    assert 8 * GIB == available_host_bytes(tmp_path)
+    write("proc/self/cgroup", "0::/pods/engine\n")
+    write("sys/fs/cgroup/pods/memory.max", f"{6 * GIB}\n")
+    write("sys/fs/cgroup/pods/memory.current", f"{4 * GIB}\n")
+    write("sys/fs/cgroup/pods/memory.stat", f"anon {GIB}\nactive_file {GIB}\ninactive_file {GIB}\n")
+    write("sys/fs/cgroup/pods/engine/memory.max", "max\n")
+    write("sys/fs/cgroup/pods/engine/memory.current", f"{4 * GIB}\n")
+    assert 4 * GIB == available_host_bytes(tmp_path)
+
+
+def test_a_refusal_to_pin_is_no_riddle() -> None:
+    """What the library says of it names neither the tables nor a cure; other errors stay what they are."""
+    pytest.importorskip("triton", reason="Triton is not installed: there is no GPU model to plan for")
+    from kernels.models.gpu.memory import as_pinned
+
+    with pytest.raises(NoRoom, match="n-gram tables take"), as_pinned(GIB, "n-gram tables"):
+        raise RuntimeError("CUDA error: out of memory")
+    with pytest.raises(RuntimeError, match="wrong shape"), as_pinned(GIB, "n-gram tables"):
+        raise RuntimeError("wrong shape")

@@ -30,15 +30,14 @@ def executor(tmp_path_factory) -> Executor:
 
 @pytest.fixture(params=["host", pytest.param("device", marks=pytest.mark.slow)])
 def either(request, executor, tmp_path):
-    """The plain model as one that runs ahead, and the GPU's, here through its kernels' twins."""
+    """The plain model as one that runs ahead, and the GPU's: without a GPU through its kernels' twins."""
     if request.param == "host":
         return executor
     pytest.importorskip("triton", reason="Triton is not installed: its kernels' twins are not there either")
     from kernels.models.gpu.dense import OpenedGpuDense
 
-    opened = OpenedGpuDense(
-        write_tiny("llama", tmp_path), block_tokens=128, device=torch.device("cpu"), progress=lambda *_: None
-    )
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    opened = OpenedGpuDense(write_tiny("llama", tmp_path), block_tokens=128, device=device, progress=lambda *_: None)
     with torch.inference_mode():
         model = opened.build(num_blocks=8, num_windows=0)
         digest = opened.weights_digest()

@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NoReturn, TypeVar, get_args, get_origin
 
@@ -14,6 +14,10 @@ EXIT_CONFIG = 78  # EX_CONFIG of sysexits.h: the supervisor need not retry
 SERVICES = ("recipe", "entrypoint", "prefill_lb", "decode_lb", "prefill", "decode", "vision", "kvstore")
 
 _ADDRESS = r"^[^\s:]+:\d{1,5}$|^\[[0-9a-fA-F:.%]+\]:\d{1,5}$"
+
+
+class BadSettings(Exception):  # noqa: N818 - named by meaning, like the service errors
+    """Settings that are well formed and cannot work here. Raised while a service builds itself, it ends with 78."""
 
 
 def settings_config(service: str) -> SettingsConfigDict:
@@ -139,9 +143,14 @@ def child_environment(
     return child
 
 
-def _refuse(cls: type[ServiceSettings], problems: list[str]) -> NoReturn:
+def complain(cls: type[ServiceSettings], problems: Sequence[str]) -> None:
+    """Write the problems to stderr, and what is allowed."""
     text = "\n".join(f"  {problem}" for problem in problems)
     sys.stderr.write(f"{cls.service}: bad settings\n{text}\nallowed:\n{settings_table(cls)}\n")
+
+
+def _refuse(cls: type[ServiceSettings], problems: list[str]) -> NoReturn:
+    complain(cls, problems)
     raise SystemExit(EXIT_CONFIG)
 
 

@@ -7,7 +7,8 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import grpc.aio
 import structlog
@@ -253,19 +254,38 @@ class BlockWriter:
         self._changed.set()
 
 
+class Fetched(Protocol):
+    """A block on its way off the device."""
+
+    def is_there(self) -> bool:
+        """Whether `payload` would not wait."""
+
+    def payload(self) -> bytes:
+        """Return its bytes, once."""
+
+
 class Writeback:
-    """Copies full blocks off the device for the store while the queue to it has room.
+    """Copies full blocks off the device for the store while the queue to it has room, and never waits for a copy.
 
     Called in the engine thread, with blocks that this replica computed: what came from the store is not offered.
     """
 
-    def __init__(self, read_block: Callable[[int], bytes], block_bytes: int, writer: BlockWriter | None) -> None:
-        """read_block: block id to bytes.  Without a writer nothing is kept: the replica runs without a KV store."""
-        self._read_block = read_block
+    def __init__(self, fetch_block: Callable[[int], Fetched], block_bytes: int, writer: BlockWriter | None) -> None:
+        """fetch_block: begins to read a block.  Without a writer nothing is kept: the replica has no KV store."""
+        self._fetch_block = fetch_block
         self._block_bytes = block_bytes
         self._writer = writer
+        self._coming: deque[tuple[StoredBlock, Fetched]] = deque()
 
     def offer(self, origin: Origin, keys: Sequence[bytes], block: int, block_id: int) -> None:
         """Copy one full block of a chain; the queue drops its oldest (counted) when the store cannot keep up."""
-        if self._writer is not None and self._writer.has_room(self._block_bytes):
-            self._writer.put(StoredBlock.of_chain(keys, block, self._read_block(block_id), origin))
+        if self._writer is not None and self._writer.has_room((1 + len(self._coming)) * self._block_bytes):
+            named = StoredBlock.of_chain(keys, block, b"", origin)
+            self._coming.append((named, self._fetch_block(block_id)))
+            self.settle()
+
+    def settle(self, *, wait: bool = False) -> None:
+        """Queue the blocks that have come, in the order in which they were offered.  wait: for all of them."""
+        while self._coming and self._writer is not None and (wait or self._coming[0][1].is_there()):
+            named, fetched = self._coming.popleft()
+            self._writer.put(replace(named, payload=fetched.payload()))

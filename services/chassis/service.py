@@ -19,6 +19,7 @@ from services.chassis import config, telemetry
 from services.chassis.bus import Bus
 from services.chassis.channel import open_channel
 from services.chassis.config import ServiceSettings
+from services.chassis.memory import keep_freed_memory
 from services.chassis.metrics import StatusServer
 from services.chassis.registry import Registry
 from services.chassis.server import HouseServer
@@ -229,13 +230,22 @@ async def serve(service: Service, build: Callable[[Service], Awaitable[None]]) -
     stopping = asyncio.create_task(service.stopping.wait(), name="wait for stop")
     await asyncio.wait({building, stopping}, return_when=asyncio.FIRST_COMPLETED)
     if building.done() and (failure := building.exception()) is not None:
-        telemetry.log.error("service.build.failed", exc_info=failure)
-        service.stop(1)
+        service.stop(_exit_code(service, failure))
     await stopping
     building.cancel()
     await asyncio.gather(building, return_exceptions=True)
     await service.shut_down()
     return service.exit_code
+
+
+def _exit_code(service: Service, failure: BaseException) -> int:
+    """Say why a service could not build itself: for its supervisor and for people."""
+    if isinstance(failure, config.BadSettings):
+        telemetry.log.error("service.build.refused", reason=str(failure))
+        config.complain(type(service.settings), [str(failure)])
+        return config.EXIT_CONFIG
+    telemetry.log.error("service.build.failed", exc_info=failure)
+    return 1
 
 
 def run(settings_cls: type[S], build: Callable[[Service], Awaitable[None]]) -> NoReturn:
@@ -254,6 +264,7 @@ def run(settings_cls: type[S], build: Callable[[Service], Awaitable[None]]) -> N
     settings = config.load(settings_cls)
     if arguments:
         raise SystemExit(0)
+    keep_freed_memory()
     asyncio.run(_main(settings, build))
     raise AssertionError("_main ends the process")
 

@@ -102,7 +102,9 @@ class DecodeEngine:
             has_landed = self._land(None)
         if not has_landed:
             self._take_stock()
-        return bool(has_landed or self._flight or plan.resumed or plan.preempted)
+        is_busy = bool(has_landed or self._flight or plan.resumed or plan.preempted)
+        self._writeback.settle(wait=not is_busy)
+        return is_busy
 
     def _plan(self) -> Plan:
         holders = sum(1 for s in self._sequences.values() if s.block_table)

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, get_args
 from kernels.executor import Executor
 from kernels.grammar import KIND, GrammarFactory
 from kernels.kv.replay import Mode
+from kernels.memory_plan import NoRoom
 from proto.common_pb2 import ModelCard
+from services.chassis.config import BadSettings
 from services.decode.admission import Limits
 
 if TYPE_CHECKING:
@@ -26,8 +28,16 @@ _EMBEDDING_ITEM_BYTES = 4  # fp32
 def load_model(settings: DecodeSettings, progress: Progress) -> Executor:
     """Read the weights and compute a first batch. Takes seconds; run it in the engine thread, which owns the device.
 
-    How a GPU's memory is used is told to `progress` before anything is loaded.  Raises NoRoom, which says what helps.
+    How a GPU's memory is used is told to `progress` before anything is loaded.  Raises BadSettings where there is
+    too little, which says what helps.
     """
+    try:
+        return _load(settings, progress)
+    except NoRoom as error:
+        raise BadSettings(str(error)) from error
+
+
+def _load(settings: DecodeSettings, progress: Progress) -> Executor:
     executor = Executor.load(
         settings.model,
         dtype=settings.dtype,

@@ -181,7 +181,7 @@ def assemble(
         BlockPool(executor.num_blocks, executor.layout.block_tokens),
         max_batch=max_batch,
         tell=thread.tell,
-        writeback=Writeback(executor.read_block, executor.layout.block_bytes, writer),
+        writeback=Writeback(executor.fetch_block, executor.layout.block_bytes, writer),
         states=states,
         on_step=metrics.step_seconds.observe,
         recompute_tokens=recompute_tokens,

@@ -99,7 +99,9 @@ class PrefillEngine:
             has_landed = self._land(None)
         if not has_landed:
             self._take_stock()
-        return has_landed or self._flight is not None
+        is_busy = has_landed or self._flight is not None
+        self._writeback.settle(wait=not is_busy)
+        return is_busy
 
     def _plan(self) -> list[Chunk]:
         views = [self._view(prompt) for prompt in self._prompts.values()]

@@ -12,27 +12,27 @@ import triton
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.batch import PENDING, Batch, Row
+from kernels.batch import Batch, Row
 from kernels.kv.cache import KvCache
 from kernels.kv.layout import KvLayout
 from kernels.kv.window import WindowSpec
 from kernels.memory_plan import STEP_TOKENS, MemoryPlan, plan_blocks
 from kernels.models.config import ModelConfig, read_config
 from kernels.models.doors import BlockOnlyDoor
-from kernels.models.gpu.draws import Draw, Drawer
+from kernels.models.gpu.draws import Draw, Drawer, Seen
 from kernels.models.gpu.forward import Stack, Tokens
 from kernels.models.gpu.graphs import SIZES, DecodeGraphs
 from kernels.models.gpu.memory import as_planned, dense_need, free_bytes, reserve
-from kernels.models.gpu.staging import Staging
-from kernels.models.gpu.tables import TableRows
+from kernels.models.gpu.staging import Staging, TableUpdates
+from kernels.models.gpu.tables import TableRows, written_blocks
 from kernels.models.gpu.weights import GpuWeights, check_supported, heads_of, load_weights
 from kernels.models.host_draws import to_draw
 from kernels.models.llama import check_tensors
-from kernels.models.model import BadBatch, Progress
+from kernels.models.model import Progress
 from kernels.models.weights import Weights, open_weights
 from kernels.ops.gpu_attention import CHUNK, tokens_per_tile
 from kernels.ops.gpu_rope_cache import Paging
-from kernels.ops.gpu_step import fill_tokens, update_tables
+from kernels.ops.gpu_step import fill_tokens
 from kernels.ops.ranges import named
 
 _RECIPE = "dense-gpu-1"
@@ -40,6 +40,8 @@ DEFAULT_BLOCK_TOKENS = 128
 MOST_SEQUENCES = 1024
 """Whose tables the device keeps."""
 _PROBE_TOKENS = 40
+_TOKEN_BYTES = 64
+"""That the host says of a token, at most: what it is, its tile, and where its logits go."""
 
 
 class GpuDense(BlockOnlyDoor):
@@ -58,8 +60,12 @@ class GpuDense(BlockOnlyDoor):
         *,
         invariant: bool = True,
         graphs: bool = True,
+        step_tokens: int = STEP_TOKENS,
     ) -> None:
-        """graphs: capture decode steps; without, the same kernels are launched one by one."""
+        """graphs: capture decode steps; without, the same kernels are launched one by one.
+
+        step_tokens: most of a step.
+        """
         self.info = config
         self.layout = layout
         self._device = device
@@ -78,12 +84,14 @@ class GpuDense(BlockOnlyDoor):
         self._heads = heads_of(config)
         paging = [Paging(self.cache.layer(index), self._tables) for index in range(config.num_layers)]
         self._stack = Stack(config, weights, paging, invariant=invariant)
-        self._staging = Staging(device, 1 << 20)
-        self._decode = DecodeGraphs(
-            self._stack, self._heads, self._drawer.sampled, most_changes=self._rows.most_blocks, device=device
-        )
+        self._updates = TableUpdates(self._tables)
+        self._staging = Staging(device, MOST_SEQUENCES * 64 + step_tokens * _TOKEN_BYTES)
+        self._moves = Staging(device, 8 * (MOST_SEQUENCES + 8))
+        self._seen: Seen | None = None
+        self._decode = DecodeGraphs(self._stack, self._heads, self._drawer.sampled, device=device)
         if graphs and device.type == "cuda":
             self._decode.capture()
+            self._drawer.capture(self._decode.logits())
 
     @property
     def row_tiles(self) -> tuple[int, ...]:
@@ -97,35 +105,41 @@ class GpuDense(BlockOnlyDoor):
         )
 
     def forward(self, batch: Batch, *, every_row: bool) -> Tensor:
+        self.cache.crossing.before_step()
+        logits = self._forward(batch, every_row=every_row)
+        self.cache.crossing.after_step(written_blocks(batch.rows, self.layout.block_tokens))
+        return logits
+
+    def _forward(self, batch: Batch, *, every_row: bool) -> Tensor:
         rows = batch.rows
         news = self._rows.check(rows)
-        token_ids = [self._known(row) for row in rows]
+        token_ids = [self._drawer.known(row) for row in rows]
+        earlier = [self._drawer.going_on(row) for row in rows]
         lines, changes = self._rows.place(rows, news)
+        self._updates.tell(changes)
         self._begin(rows)
-        if len(rows) <= self._decode.sizes[-1] and all(
-            len(row.token_ids) == 1 and not row.targets and (every_row or row.sampling is not None) for row in rows
+        self._seen = None
+        if (
+            len(rows) <= self._decode.sizes[-1]
+            and max(earlier) < 0
+            and all(
+                len(row.token_ids) == 1 and not row.targets and (every_row or row.sampling is not None) for row in rows
+            )
         ):
             positions = [row.position for row in rows]
             with named("decode step"):
-                return self._decode.run([ids[0] for ids in token_ids], lines, positions, changes, self._tables)
+                return self._decode.run([ids[0] for ids in token_ids], lines, positions)
         with named("mixed step"):
-            return self._stack.forward(self._lay_out(rows, token_ids, lines, changes, every_row=every_row))
+            at = self._lay_out(rows, token_ids, lines, earlier, every_row=every_row)
+            self._seen = Seen(at.token_ids[:, None], rows)
+            return self._stack.forward(at)
 
     def draw(self, batch: Batch, logits: Tensor) -> Draw:
         rows, logits = to_draw(batch, logits)
         padded = self._decode.padded
         is_decode = padded is not None and padded.data_ptr() == logits.data_ptr()
         with named("draw"):
-            return self._drawer.draw(rows, logits, padded if is_decode else None)
-
-    def _known(self, row: Row) -> Sequence[int]:
-        """The row's tokens, one to come named as `fill_tokens` wants it."""
-        if row.token_ids[-1] != PENDING:
-            return row.token_ids
-        place = self._drawer.place(row.sequence)
-        if place is None or len(row.token_ids) > 1:
-            raise BadBatch(f"sequence {row.sequence}: the step before samples no token for it")
-        return (-1 - place,)
+            return self._drawer.draw(rows, logits, padded if is_decode else None, seen=self._seen)
 
     def _begin(self, rows: Sequence[Row]) -> None:
         """Zero blocks that get their first token and are not filled by this step: nobody reads what others left."""
@@ -141,10 +155,11 @@ class GpuDense(BlockOnlyDoor):
         rows: Sequence[Row],
         token_ids: Sequence[Sequence[int]],
         lines: Sequence[int],
-        changes: NDArray[np.int32],
+        earlier: Sequence[int],
         *,
         every_row: bool,
     ) -> Tokens:
+        """earlier: place in the step before of rows planned as if its drafts were accepted, else -1."""
         counts = np.array([len(ids) for ids in token_ids])
         starts = np.cumsum(counts) - counts
         total = int(counts.sum())
@@ -159,14 +174,33 @@ class GpuDense(BlockOnlyDoor):
         ]
         chosen = np.array(wanted, np.int64)
         few = np.stack([told[1][chosen], chosen, np.ones_like(chosen), told[2][chosen]], 1).astype(np.int32)
-        told_, tiles_, wanted_, few_, changes_ = self._staging.send([told, tiles, chosen, few, changes])
-        update_tables(self._tables, changes_)
+        told_, tiles_, wanted_, few_ = self._staging.send([told, tiles, chosen, few])
         ids = torch.empty(total, dtype=torch.int64, device=self._device)
         rows_, positions = torch.empty(2, total, dtype=torch.int32, device=self._device)
         fill_tokens(told_, self._drawer.sampled, ids, rows_, positions)
+        if max(earlier) >= 0:
+            self._move_back(earlier, lines, rows_, positions, tiles_, few_)
         has_few = len(wanted) <= len(tiles)
         # Views of the staging buffer are overwritten by the next send, but only after this step has read them.
         return Tokens(ids, rows_, positions, tiles_, 1, CHUNK, wanted_, few_ if has_few else None)
+
+    def _move_back(
+        self,
+        earlier: Sequence[int],
+        lines: Sequence[int],
+        rows: Tensor,
+        positions: Tensor,
+        tiles: Tensor,
+        few: Tensor,
+    ) -> None:
+        """Set tokens and tiles to where they really are, by what was rejected of the drafts before them."""
+        places = np.full(MOST_SEQUENCES + 1, -1, np.int64)
+        places[list(lines)] = earlier
+        (by_line,) = self._moves.send([places])
+        back = torch.where(by_line >= 0, self._drawer.standing.rejected[by_line.clamp_min(0)], 0)
+        positions -= back[rows.long()]
+        for each in (tiles, few):
+            each[:, 3] -= back[each[:, 0].long()]
 
     def _tiles(self, rows: Sequence[Row], lines: Sequence[int], starts: Sequence[int]) -> NDArray[np.int32]:
         """[tiles, 4]; those with the most keys first, so that the last programs to run are short ones."""
@@ -186,7 +220,7 @@ class GpuDense(BlockOnlyDoor):
         ids = [(index * 7919 + 17) % self.info.vocab_size for index in range(tokens + 1)]
         chunk = self.forward(Batch((Row(-1, ids[:-1], 0, (1,)),)), every_row=True).cpu()
         single = self.forward(Batch((Row(-1, ids[-1:], tokens, (1,)),)), every_row=True).cpu()
-        self.cache.begin((1,))
+        self.write_block(1, bytes(self.layout.block_bytes))
         return hashlib.sha256(chunk.numpy().tobytes() + single.numpy().tobytes()).hexdigest()[:16]
 
 
@@ -220,6 +254,7 @@ class OpenedGpuDense:
             head_dim=self._config.head_dim,
             dtype="bf16",
         )
+        self._step_tokens = step_tokens
         self._need = dense_need(
             self._config, self.layout, step_tokens=step_tokens, graph_sizes=SIZES, num_sequences=MOST_SEQUENCES
         )
@@ -228,7 +263,7 @@ class OpenedGpuDense:
     def weights_digest(self) -> bytes:
         return self._weights.digest()
 
-    def fitting_blocks(self) -> int:
+    def fitting_blocks(self, *, num_windows: int) -> int:  # noqa: ARG002 - it has no windows
         return self.plan(None).num_blocks if self._device.type == "cuda" else 0
 
     def plan(self, num_blocks: int | None) -> MemoryPlan:
@@ -251,4 +286,12 @@ class OpenedGpuDense:
     def _build(self, num_blocks: int) -> GpuDense:
         check_tensors(self._config, self._weights, self._path)
         weights = load_weights(self._config, self._weights, self._device, self._progress)
-        return GpuDense(self._config, weights, self.layout, num_blocks, self._device, invariant=self._invariant)
+        return GpuDense(
+            self._config,
+            weights,
+            self.layout,
+            num_blocks,
+            self._device,
+            invariant=self._invariant,
+            step_tokens=self._step_tokens,
+        )

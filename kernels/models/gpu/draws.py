@@ -1,243 +1,279 @@
-"""What does the device's sampler need to know of each row, and what did it draw?"""
+"""Which tokens has the device drawn, and how do they come back while it goes on?
+
+Nothing is allocated on the device for it after the start: what rows ask for is sent through buffers of a fixed size, in
+groups where it is much, and what rows can ask for is captured for every captured step before the first request. What
+else is drawn from copies of logits takes memory that the plan keeps for it.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.batch import PENDING, Row, Sampled, SamplingParams
+from kernels.batch import PENDING, Row, Sampled
+from kernels.models.gpu.asking import LEVELS, NUM_TOLD, Asking, Earlier, Told, features_of, level_of
 from kernels.models.gpu.staging import Returning, Staging
-from kernels.ops.gpu_sampler import INFINITE, NAN, NUM_ASKED, Adjustments, Features, adjust, draw
-from kernels.ops.sampler import GREEDY_BELOW
+from kernels.models.model import BadBatch
+from kernels.ops.gpu_sampler import INFINITE, NAN, Adjustments, Features, adjust, draw
+from kernels.ops.gpu_step import noise_keys
+from kernels.ops.gpu_verify import Standing, accept
 
 _PROBLEMS = {NAN: "the largest logit is nan", INFINITE: "the largest logit is inf"}
 _NOTHING_LEFT = "after bias, penalties and mask no token is left"
-_THREE = np.uint64(3 * 0x9E3779B97F4A7C15 & (1 << 64) - 1)
+_LINES_A_ROW = 4
+"""On average, of a batch of the most rows."""
+_GROUP_BYTES = 8 << 20
+GROUP_LINES = 256
+"""Whose logits are copied at a time to be adjusted: what memory is planned for."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Told:
-    """A request's parameters as the kernels take them; made once per sequence."""
+class Seen:
+    """The tokens of the step that is drawn from."""
 
-    params: SamplingParams
-    temperature: float
-    log_min_p: float
-    num_logprobs: int
-    changes: bool
-    """Its logits are adjusted, mask aside."""
+    def __init__(self, history: Tensor, rows: Sequence[Row]) -> None:
+        """history: [tokens, reach + 1] int64, each token and those before it, the newest first.  rows: all of them."""
+        self.history = history
+        ends = np.cumsum([len(row.token_ids) for row in rows]).tolist()
+        self.ends = {row.sequence: end for row, end in zip(rows, ends, strict=True)}
+        """Token after each sequence's last."""
 
 
 class Draw:
     """Tokens on their way to the host."""
 
     def __init__(
-        self, rows: Sequence[Row], returning: Returning, refused: dict[int, str], num_wanted: list[int]
+        self,
+        rows: Sequence[Row],
+        returning: Returning,
+        refused: dict[int, str],
+        num_wanted: list[int],
+        *,
+        has_drafts: bool = False,
     ) -> None:
-        """refused: rows that could not be told to the device.  num_wanted: logprobs per row, -1 for none."""
+        """returning: tokens and problems by row; with drafts, how many were rejected and the choices by line; logprobs.
+
+        refused: rows that could not be told to the device.  num_wanted: logprobs per row, -1 for none.
+        """
         self._rows = rows
+        self._lines = np.cumsum([0, *(1 + row.num_drafts for row in rows)]).tolist() if has_drafts else range(len(rows))
         self._returning = returning
         self._refused = refused
         self._num_wanted = num_wanted
+        self._has_drafts = has_drafts
 
     def wait(self) -> tuple[Sampled, ...]:
         """One per row, in order."""
         results, *others = self._returning.wait()
         tokens, problems = results[:, : len(self._rows)].tolist()
+        accepted: list[tuple[int, ...]] = [()] * len(self._rows)
+        if self._has_drafts:
+            rejected, choices, *others = others
+            accepted = self._accepted(rejected.tolist(), choices[0].tolist())
         extras = [each.tolist() for each in others]
         logprobs, top_ids = extras or ((), ())
         sampled = []
         for index, row in enumerate(self._rows):
             problem = self._refused.get(index) if self._refused else None
             if problems[index] and problem is None:
-                problem = _problem(problems[index])
+                problem = _PROBLEMS.get(problems[index], _NOTHING_LEFT)
             if problem is not None:
                 sampled.append(Sampled(row.sequence, -1, problem=problem))
             elif self._num_wanted[index] < 0:
-                sampled.append(Sampled(row.sequence, tokens[index]))
+                sampled.append(Sampled(row.sequence, tokens[index], accepted=accepted[index]))
             else:
-                likely = zip(top_ids[index], logprobs[index][1:], strict=True)
+                line = self._lines[index]
+                likely = zip(top_ids[line], logprobs[line][1:], strict=True)
                 top = tuple(each for each in likely if each[0] >= 0)[: self._num_wanted[index]]
-                sampled.append(Sampled(row.sequence, tokens[index], logprobs[index][0], top))
+                sampled.append(Sampled(row.sequence, tokens[index], logprobs[line][0], top))
         return tuple(sampled)
+
+    def _accepted(self, rejected: Sequence[int], choices: Sequence[int]) -> list[tuple[int, ...]]:
+        return [
+            tuple(choices[line : line + row.num_drafts - back])
+            for row, line, back in zip(self._rows, self._lines, rejected, strict=False)
+        ]
 
 
 class Drawer:
     """Draws on one device."""
 
-    def __init__(self, vocab_size: int, num_rows: int, device: torch.device) -> None:
-        """num_rows: most rows of a batch."""
-        self._vocab_size = vocab_size
-        self._staging = Staging(device, 1 << 16)
-        self._results = torch.zeros(2, num_rows, dtype=torch.int32, device=device)
-        self._told: dict[int, _Told] = {}
-        self._num_rows = num_rows
+    def __init__(
+        self,
+        vocab_size: int,
+        num_rows: int,
+        device: torch.device,
+        *,
+        reach: int = 0,
+        depth: int = 0,
+        verifies: bool = False,
+    ) -> None:
+        """num_rows: most rows of a batch.  reach: tokens before a row that the model looks at.  depth: drafts of a row.
+
+        verifies: rows with drafts are the rule, so that captured draws are of lines and not of rows.
+        """
+        self._num_rows, self._verifies, self._depth = num_rows, verifies, depth
+        self._asking = Asking(vocab_size, num_rows)
+        self.named = torch.zeros(num_rows * (2 + depth), dtype=torch.int32, device=device)
+        """Newest tokens, problems, and drafts: what tokens to come are named by their places in."""
+        results = self.named[: 2 * num_rows].view(2, num_rows)
+        self.drafts = self.named[2 * num_rows :].view(num_rows, depth)
+        """[rows, depth] int32: what may follow the newest tokens, of rows that want to know."""
+        rejected = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        before = torch.zeros(num_rows, reach, dtype=torch.int32, device=device)
+        self._results = results
+        self.standing = Standing(results[0], results[1], rejected, before)
+        """Of the newest step's rows, in the order they were drawn; `newest` of a row without a token is 0."""
+        self._most_lines = _LINES_A_ROW * num_rows
+        self._choices = torch.zeros(2, self._most_lines, dtype=torch.int32, device=device)
+        # None of them grows: graphs know the first one's address, and what they take is planned.
+        self._told_staging = Staging(device, NUM_TOLD * 8 * self._most_lines)
+        self._row_staging = Staging(device, 3 * 4 * num_rows)
+        most_bytes = max(_GROUP_BYTES, self._asking.most_row_bytes)
+        self._staging = Staging(device, most_bytes)
+        self._most_bytes = most_bytes - 64 * len(Adjustments.__slots__)
         self._graphs: dict[tuple[int, int, Features], torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-        self._padded_staging = Staging(device, NUM_ASKED * 8 * num_rows)  # never grows: graphs know its address
-        self._places: dict[int, int] = {}
+        self._earlier = Earlier({})
 
     @property
     def sampled(self) -> Tensor:
         """[rows] int32: the newest tokens, in the order their rows were drawn."""
-        return self._results[0]
+        return self.standing.newest
 
-    def place(self, sequence: int) -> int | None:
-        """Where in `sampled` the token of that sequence is, or will be; None if the last step draws none for it."""
-        return self._places.get(sequence)
+    def known(self, row: Row) -> Sequence[int]:
+        """The row's tokens, those to come as -1 - their place in `named`.  Raises BadBatch where none is on its way."""
+        if row.token_ids[0] != PENDING and row.token_ids[-1] != PENDING:
+            return row.token_ids
+        place = self._earlier.places.get(row.sequence)
+        if place is None or row.token_ids[0] != PENDING or len(row.token_ids) != 1 + row.num_drafts:
+            raise BadBatch(f"sequence {row.sequence}: the step before samples no token for it")
+        if PENDING not in row.token_ids[1:]:
+            return (-1 - place, *row.token_ids[1:])
+        if row.sequence not in self._earlier.guessed or row.num_drafts > self._depth:
+            raise BadBatch(f"sequence {row.sequence}: nobody drafts tokens for it")
+        first = -1 - 2 * self._num_rows - place * self._depth
+        drafts = (first - at if token == PENDING else token for at, token in enumerate(row.token_ids[1:]))
+        return (-1 - place, *drafts)
 
-    def draw(self, rows: Sequence[Row], logits: Tensor, padded: Tensor | None = None) -> Draw:
-        """rows: those that want a token.  logits: [rows, vocab_size] fp32, left as they are.
+    def going_on(self, row: Row) -> int:
+        """The row's place in `standing` if the step before verifies drafts of it that are not known yet, else -1."""
+        return self._earlier.going_on(row)
 
-        padded: logits followed by padding rows, at an address that lasts: they are then drawn from by a graph.
+    def capture(self, steps: Iterable[Tensor]) -> None:
+        """Record the draws of captured steps.  steps: their logits, padding included."""
+        for padded in steps:
+            for each in LEVELS:
+                (told,) = self._told_staging.send([_nothing(len(padded))])
+                self._draw_padded(padded, told, each)  # compiles
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                    self._draw_padded(padded, told, each)
+                self._graphs[len(padded), padded.data_ptr(), each] = graph
+
+    def draw(
+        self, rows: Sequence[Row], logits: Tensor, padded: Tensor | None = None, *, seen: Seen | None = None
+    ) -> Draw:
+        """rows: those that want a token.  logits: [lines, vocab_size] fp32, left as they are.
+
+        padded: logits followed by padding, at an address that lasts: where that was captured, a graph draws from them.
+        seen: the step's tokens; needed where rows have drafts, or the next step's may go on from this one's.
         """
-        earlier, self._places = self._places, {row.sequence: place for place, row in enumerate(rows)}
-        told = [self._tell(row) for row in rows]
-        features = _features(told)
+        counts = np.array([1 + row.num_drafts for row in rows], np.int64)
+        lines = int(counts.sum())
+        has_drafts = lines > len(rows)
+        if lines > self._most_lines:
+            raise BadBatch(f"{lines} tokens are drawn in a step; this device takes {self._most_lines}")
+        earlier = self._earlier
+        drafted = frozenset(row.sequence for row in rows if row.num_drafts)
+        guessed = frozenset(row.sequence for row in rows if row.wants_drafts and self._depth)
+        self._earlier = Earlier({row.sequence: place for place, row in enumerate(rows)}, drafted, guessed)
+        told = [self._asking.of(row) for row in rows]
+        features = features_of(told)
         refused: dict[int, str] = {}
         extras: tuple[Tensor, ...] = ()
+        asked = self._asking.told(rows, told, counts, earlier)
+        to = self._choices if self._verifies or has_drafts else self._results
         if any(each.changes or row.allowed_mask is not None for each, row in zip(told, rows, strict=True)):
-            sent = self._staging.send([self._asked(rows, told), *self._changes(rows, told, earlier, refused)])
-            logits = logits.clone()  # the model's own may be asked for
-            adjust(logits, self.sampled, Adjustments(*sent[1:]))
-            extras = self._launch(logits, sent[0], features)
-        elif padded is not None and features.num_top < 0:
-            self._replay(padded, rows, told, features)
-        else:
-            extras = self._launch(logits, self._staging.send([self._asked(rows, told)])[0], features)
-        return Draw(rows, Returning((self._results, *extras)), refused, [each.num_logprobs for each in told])
+            extras = self._adjusted(rows, told, counts, earlier, refused, logits, asked, features, to)
+        elif not (padded is not None and to is self._captured and self._replay(padded, asked, features)):
+            extras = self._launch(logits, self._keyed(asked), features, to)
+        results: tuple[Tensor, ...] = (self._results,)
+        if to is self._choices:
+            assert seen is not None, "drafts are compared with the step's tokens"
+            self._accept(rows, counts, seen)
+            if has_drafts:
+                results = (*results, self.standing.rejected, self._choices[:, :lines])
+        returning = Returning((*results, *extras))
+        return Draw(rows, returning, refused, [each.num_logprobs for each in told], has_drafts=has_drafts)
 
-    def _launch(self, logits: Tensor, asked: Tensor, features: Features) -> tuple[Tensor, ...]:
-        drawn = draw(logits, asked, features, out=self._results)
+    @property
+    def _captured(self) -> Tensor:
+        return self._choices if self._verifies else self._results
+
+    def _accept(self, rows: Sequence[Row], counts: NDArray[np.int64], seen: Seen) -> None:
+        starts = np.cumsum(counts) - counts
+        firsts = [seen.ends[row.sequence] - row.num_drafts - 1 for row in rows]
+        (spans,) = self._row_staging.send([np.array([starts, counts, firsts], np.int32).reshape(3, -1)])
+        accept(self._choices, seen.history, spans, self.standing)
+
+    def _keyed(self, asked: NDArray[np.int64]) -> Tensor:
+        (told,) = self._told_staging.send([asked])
+        return noise_keys(told, self.standing.rejected)
+
+    def _launch(self, logits: Tensor, asked: Tensor, features: Features, to: Tensor) -> tuple[Tensor, ...]:
+        drawn = draw(logits, asked, features, out=to)
         return (drawn.logprobs, drawn.top_ids) if features.num_top >= 0 else ()
 
-    def _replay(self, padded: Tensor, rows: Sequence[Row], told: Sequence[_Told], features: Features) -> None:
-        """Draw by a graph, which is captured when a batch of this size and these features is first met."""
-        asked = np.zeros((NUM_ASKED, len(padded)), np.int64)
-        if features.noise:
-            asked[:, : len(rows)] = self._asked(rows, told)
-        key = (len(padded), padded.data_ptr(), features)
-        graph = self._graphs.get(key)
-        if features.noise or graph is None:
-            (on_device,) = self._padded_staging.send([asked])
+    def _adjusted(
+        self,
+        rows: Sequence[Row],
+        told: Sequence[Told],
+        counts: NDArray[np.int64],
+        earlier: Earlier,
+        refused: dict[int, str],
+        logits: Tensor,
+        asked: NDArray[np.int64],
+        features: Features,
+        to: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """Draw from copies of the logits, a group at a time; the model's own may be asked for."""
+        keyed = self._keyed(asked)
+        newest = self.sampled.clone() if to is self._results else self.sampled  # groups may name each other's
+        parts = []
+        for group in self._asking.groups(
+            rows, told, counts, earlier, refused, most_bytes=self._most_bytes, most_lines=GROUP_LINES
+        ):
+            mine = slice(group.first, group.end)
+            changed = logits[mine].clone()
+            adjust(changed, newest, Adjustments(*self._staging.send(group.changes)))
+            parts.append(self._launch(changed, keyed[:, mine].contiguous(), features, to[:, mine]))
+        return tuple(torch.cat(each) for each in zip(*parts, strict=True))
+
+    def _replay(self, padded: Tensor, asked: NDArray[np.int64], features: Features) -> bool:
+        """Draw by a graph, if this was captured."""
+        level = level_of(features)
+        graph = self._graphs.get((len(padded), padded.data_ptr(), level)) if level is not None else None
         if graph is None:
-            draw(padded, on_device, features, out=self._results)  # compiles
-            torch.cuda.synchronize()
-            graph = self._graphs[key] = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                draw(padded, on_device, features, out=self._results)
+            return False
+        if features.noise:
+            told = _nothing(len(padded))
+            told[:, : asked.shape[1]] = asked
+            self._told_staging.send([told])
         graph.replay()
+        return True
 
-    def _tell(self, row: Row) -> _Told:
-        params = row.sampling
-        assert params is not None, "only rows that want a token are drawn for"
-        told = self._told.get(row.sequence)
-        if told is None or told.params is not params:
-            if len(self._told) > 4 * self._num_rows:
-                self._told.clear()
-            told = self._told[row.sequence] = _Told(
-                params,
-                0.0 if params.temperature < GREEDY_BELOW else params.temperature,
-                math.log(params.min_p) if params.min_p > 0.0 else -math.inf,
-                -1 if params.num_logprobs is None else params.num_logprobs,
-                bool(
-                    params.logit_bias
-                    or params.presence_penalty
-                    or params.frequency_penalty
-                    or params.repetition_penalty != 1.0
-                ),
-            )
-        return told
-
-    def _asked(self, rows: Sequence[Row], told: Sequence[_Told]) -> NDArray[np.int64]:
-        asked = np.empty((NUM_ASKED, len(rows)), np.int64)
-        floats = asked.view(np.float64)
-        floats[0] = [each.temperature for each in told]
-        floats[1] = [each.params.top_p for each in told]
-        floats[2] = [each.log_min_p for each in told]
-        position = np.array([row.position + len(row.token_ids) for row in rows], np.uint64)
-        shifted = position * _THREE
-        shifted ^= shifted << np.uint64(13)
-        asked[3] = (np.array([each.params.seed for each in told], np.uint64) + shifted).view(np.int64)
-        asked[4] = [each.params.top_k for each in told]
-        asked[5] = [each.num_logprobs for each in told]
-        return asked
-
-    def _changes(
-        self, rows: Sequence[Row], told: Sequence[_Told], earlier: dict[int, int], refused: dict[int, str]
-    ) -> list[NDArray[np.generic]]:
-        """The fields of Adjustments, in order."""
-        lists = []
-        masks: list[NDArray[np.uint8]] = []
-        mask_rows = np.full(len(rows), -1, np.int32)
-        mask_bytes = -(-self._vocab_size // 8)
-        for index, (row, each) in enumerate(zip(rows, told, strict=True)):
-            lists.append(self._list(row, each, index, refused))
-            if row.allowed_mask is None:
-                continue
-            if len(row.allowed_mask) < mask_bytes:
-                covered = len(row.allowed_mask) * 8
-                refused[index] = f"the mask of allowed tokens covers {covered} of {self._vocab_size} tokens"
-                continue
-            mask_rows[index] = len(masks)
-            masks.append(np.frombuffer(row.allowed_mask, np.uint8, mask_bytes))
-        coming = [
-            earlier.get(row.sequence, -1) if each.changes and row.token_ids[-1] == PENDING else -1
-            for row, each in zip(rows, told, strict=True)
-        ]
-        penalties = [
-            (each.params.repetition_penalty, each.params.frequency_penalty, each.params.presence_penalty)
-            for each in told
-        ]
-        starts = np.cumsum([0, *(len(ids) for ids, _, _ in lists)]).astype(np.int32)
-        ids, bias, seen = (np.concatenate(column) for column in zip(*lists, strict=True))
-        return [
-            starts,
-            ids.astype(np.int32),
-            bias.astype(np.float64),
-            seen.astype(np.int32),
-            np.array(penalties, np.float64).reshape(-1, 3),
-            np.array(coming, np.int32),
-            mask_rows,
-            np.stack(masks) if masks else np.zeros((0, mask_bytes), np.uint8),
-        ]
-
-    def _list(
-        self, row: Row, told: _Told, index: int, refused: dict[int, str]
-    ) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64]]:
-        """Tokens that a bias or a penalty names: ids, biases, and 1 + count in the answer of those seen."""
-        if not told.changes:
-            return np.empty(0, np.int64), np.empty(0, np.float64), np.empty(0, np.int64)
-        biases = dict(told.params.logit_bias)
-        outside = [token for token in biases if not 0 <= token < self._vocab_size]
-        if outside:
-            refused[index] = f"logit bias names token {outside[0]}, the vocabulary has {self._vocab_size}"
-            biases = {}
-        history = np.asarray(row.history, np.int64)
-        is_known = (history >= 0) & (history < self._vocab_size)
-        answer = history[row.num_prompt_tokens :][is_known[row.num_prompt_tokens :]]
-        ids = np.unique(np.concatenate([history[is_known], np.fromiter(biases, np.int64, len(biases))]))
-        seen = np.isin(ids, history[is_known]).astype(np.int64)
-        answered, times = np.unique(answer, return_counts=True)
-        seen[np.searchsorted(ids, answered)] += times
-        return ids, np.array([biases.get(token, 0.0) for token in ids.tolist()], np.float64), seen
+    def _draw_padded(self, padded: Tensor, told: Tensor, features: Features) -> None:
+        asked = noise_keys(told, self.standing.rejected) if features.noise else told[:-2]
+        draw(padded, asked, features, out=self._captured)
 
 
-def _features(told: Sequence[_Told]) -> Features:
-    noisy = [each.params for each in told if each.temperature > 0.0]
-    return Features(
-        noise=bool(noisy),
-        top_k=any(each.top_k > 0 for each in noisy),
-        top_p=any(each.top_p < 1.0 for each in noisy),
-        min_p=any(each.min_p > 0.0 for each in noisy),
-        num_top=max((each.num_logprobs for each in told), default=-1),
-    )
-
-
-def _problem(code: int) -> str:
-    return _PROBLEMS.get(code, _NOTHING_LEFT)
+def _nothing(lines: int) -> NDArray[np.int64]:
+    """What padding asks for."""
+    told = np.zeros((NUM_TOLD, lines), np.int64)
+    told[-1] = -1
+    return told

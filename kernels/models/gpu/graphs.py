@@ -6,18 +6,17 @@ Padding rows belong to table row 0: they read the null block, store nothing, and
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.models.gpu.forward import Stack, Tokens
 from kernels.models.gpu.staging import Staging
 from kernels.ops.gpu_attention import FULL_PROGRAMS, PART_TOKENS, part_tokens
 from kernels.ops.gpu_rope_cache import Heads
-from kernels.ops.gpu_step import fill_tokens, update_tables
+from kernels.ops.gpu_step import fill_tokens
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 _MOST_SPLITS = 32
@@ -28,15 +27,15 @@ _CAPTURED_CONTEXT_TOKENS = 2048
 class DecodeGraphs:
     """Decode steps of one model; `run` returns logits that stay until the next step."""
 
-    def __init__(self, stack: Stack, heads: Heads, sampled: Tensor, *, most_changes: int, device: torch.device) -> None:
-        """sampled: where tokens to come are found.  most_changes: of one table row."""
+    def __init__(self, stack: Stack, heads: Heads, sampled: Tensor, *, device: torch.device) -> None:
+        """sampled: where tokens to come are found."""
         self.sizes = SIZES
         self._stack = stack
         self._kv_heads = heads.num_kv_heads
         self._sampled = sampled
         self._device = device
-        # Never grows, so the graphs' addresses stay: 16 bytes a row, 8 bytes a change.
-        self._staging = Staging(device, SIZES[-1] * (16 + 8 * most_changes) + 4096)
+        # Never grows, so the graphs' address stays.
+        self._staging = Staging(device, SIZES[-1] * 16)
         self._told = np.zeros((4, SIZES[-1]), np.int32)
         (self._told_on_device,) = self._staging.send([self._told])
         self.padded: Tensor | None = None
@@ -55,20 +54,21 @@ class DecodeGraphs:
             pool = pool or graph.pool()
             self._graphs[size] = graph, logits
 
+    def logits(self) -> Iterator[Tensor]:
+        """Of every captured size, padding included."""
+        return (logits for _, logits in self._graphs.values())
+
     def run(
         self,
         token_ids: Sequence[int],
         lines: Sequence[int],
         positions: Sequence[int],
-        changes: NDArray[np.int32],
-        tables: Tensor,
     ) -> Tensor:
         """One token per row.  token_ids: below 0 as `fill_tokens` takes them.  Returns [rows, vocab_size] fp32."""
         rows = len(token_ids)
         told = self._told
         told[0, :rows], told[1, :rows], told[2, :rows], told[3, 0] = token_ids, lines, positions, rows
-        sent = self._staging.send([told, changes])
-        update_tables(tables, sent[1])
+        self._staging.send([told])
         size = self.sizes[bisect_left(self.sizes, rows)]
         captured = self._graphs.get(size)
         if captured is None:
@@ -89,4 +89,4 @@ class DecodeGraphs:
         part = PART_TOKENS
         if not self._stack.invariant:
             part = part_tokens(size, self._kv_heads, _CAPTURED_CONTEXT_TOKENS)
-        return self._stack.forward(Tokens(token_ids, rows, positions, tiles, splits, part=part))
+        return self._stack.forward(Tokens(token_ids, rows, positions, tiles, splits, part=part, is_decode=True))

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
+from pathlib import Path
 
 import torch
 
 from kernels.kv.layout import KvLayout
-from kernels.memory_plan import STEP_TOKENS, MemoryPlan, Need, NoRoom
+from kernels.memory_plan import STEP_TOKENS, MemoryPlan, Need, NoRoom, check_host
 from kernels.models.config import ModelConfig
 from kernels.models.layers import expected_shapes
 from kernels.ops.gpu_attention import PART_TOKENS
@@ -58,6 +59,51 @@ def reserve(device: torch.device, num_bytes: int) -> None:
     if device.type == "cuda":
         held = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         del held
+
+
+def available_host_bytes(root: Path = Path("/")) -> int:
+    """What this process can still take of the host's memory: the least that the kernel and its control groups leave.
+
+    root: of the file system whose proc and sys tell.
+    """
+    lines = (root / "proc/meminfo").read_text().splitlines()
+    available = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    top = root / "sys/fs/cgroup"
+    group = top / _own_group(root)
+    for folder in (group, *group.parents):
+        available = min(available, _left_in(folder, available))
+        if folder == top:
+            break
+    return available
+
+
+def _own_group(root: Path) -> str:
+    file = root / "proc/self/cgroup"
+    entries = file.read_text().splitlines() if file.is_file() else []
+    return next((entry[4:].strip("/") for entry in entries if entry.startswith("0::/")), "")
+
+
+def _left_in(folder: Path, otherwise: int) -> int:
+    """What one control group leaves; cached files give way."""
+    limit, current, stat = (folder / f"memory.{name}" for name in ("max", "current", "stat"))
+    if not (limit.is_file() and current.is_file()) or (most := limit.read_text().strip()) == "max":
+        return otherwise
+    lines = stat.read_text().splitlines() if stat.is_file() else []
+    cached = sum(int(line.split()[1]) for line in lines if line.startswith(("inactive_file ", "active_file ")))
+    return max(int(most) - int(current.read_text()) + cached, 0)
+
+
+@contextmanager
+def as_pinned(num_bytes: int, what: str) -> Iterator[None]:
+    """Turn the library's refusal to pin host memory into NoRoom.  what: the things to be pinned, in the plural."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise  # of the device
+    except RuntimeError as error:
+        if num_bytes and "out of memory" in str(error).lower():
+            check_host(num_bytes, available=min(available_host_bytes(), num_bytes - 1), what=what)
+        raise
 
 
 @contextmanager

@@ -10,9 +10,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels.ops.gpu_step import update_tables
+
 _RING = 4
 """Buffers that may be on their way at a time: one step runs, one is launched, one is being planned."""
 _ALIGN_BYTES = 64
+_CHANGES = 1 << 16
+"""Of block tables, sent at a time."""
 
 TORCH_DTYPES = {
     np.dtype(np.int32): torch.int32,
@@ -60,6 +64,21 @@ class Staging:
         self._ring = [torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(_RING)]
         self._events = [None] * _RING
         self.on_device = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
+
+
+class TableUpdates:
+    """Tells the device's block tables what changed, however much it is, in pieces of a fixed size."""
+
+    def __init__(self, tables: Tensor) -> None:
+        """tables: [lines, blocks] int32."""
+        self._tables = tables
+        self._staging = Staging(tables.device, _CHANGES * 8)
+
+    def tell(self, changes: NDArray[np.int32]) -> None:
+        """changes: [n, 2], flat index and value."""
+        for first in range(0, len(changes), _CHANGES):
+            (sent,) = self._staging.send([changes[first : first + _CHANGES]])
+            update_tables(self._tables, sent)
 
 
 class Returning:

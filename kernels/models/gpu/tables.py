@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,9 +11,19 @@ from numpy.typing import NDArray
 
 from kernels.batch import PENDING, Row
 from kernels.models.model import BadBatch
+from kernels.ops.gpu_verify import MOST_LINES
 
 NOBODY = 0
 """The table row of padding."""
+
+
+def written_blocks(rows: Sequence[Row], block_tokens: int) -> Iterator[int]:
+    """Blocks that a step writes, or some that rows moved back by drafts would have written."""
+    for row in rows:
+        end = row.position + len(row.token_ids)
+        # Drafts of the step before may have been rejected: the row then begins earlier than it says.
+        start = max(row.position - MOST_LINES, 0) if row.token_ids[0] == PENDING else row.position
+        yield from row.block_table[start // block_tokens : (end - 1) // block_tokens + 1]
 
 
 @dataclass(slots=True)
@@ -100,7 +110,8 @@ class TableRows:
         if end > self._max_position_tokens:
             raise BadBatch(f"sequence {row.sequence} reaches {end} tokens; the model takes {self._max_position_tokens}")
         lowest, highest = (token_ids[0], token_ids[0]) if count == 1 else (min(token_ids), max(token_ids))
-        if (lowest < 0 or highest >= self._vocab_size) and not (count == 1 and lowest == PENDING):
+        is_waiting = lowest == PENDING and token_ids[0] == PENDING and count == 1 + row.num_drafts
+        if (lowest < 0 and not is_waiting) or highest >= self._vocab_size:
             raise BadBatch(f"token ids lie in 0..{self._vocab_size - 1}; the batch has {lowest}..{highest}")
         needed = (end - 1) // self._block_tokens + 1
         blocks = list(row.block_table[:needed])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.kv.block_bytes import BlockBytes
+from kernels.kv.crossing import window_name
 from kernels.kv.layout import KvLayout
 from kernels.models.v41.config import V41Config
 from kernels.models.v41.layout import FORMATS, Codecs, paired_sources, window_spec
@@ -156,7 +157,8 @@ class V41Cache(BlockBytes):
         """A state's bytes, or those of its encoder part."""
         self._check_window(slot)
         end = self.spec.encoder_bytes if encoder_only else self.spec.state_bytes
-        return self._windows[slot, :end].cpu().numpy().tobytes()
+        with self.crossing.copying(window_name(slot)):
+            return self._windows[slot, :end].cpu().numpy().tobytes()
 
     def write_window(self, slot: int, payload: bytes | bytearray | memoryview) -> None:
         """Replace a state by a whole one, or by an encoder part with everything else empty."""
@@ -166,13 +168,15 @@ class V41Cache(BlockBytes):
                 f"a window state has {self.spec.state_bytes} bytes, its encoder part {self.spec.encoder_bytes},"
                 f" the payload {len(payload)}"
             )
-        self._windows[slot, : len(payload)].copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
-        self._windows[slot, len(payload) :].zero_()
+        with self.crossing.copying(window_name(slot)):
+            self._windows[slot, : len(payload)].copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+            self._windows[slot, len(payload) :].zero_()
 
     def reset_window(self, slot: int) -> None:
         """Make a state empty."""
         self._check_window(slot)
-        self._windows[slot].zero_()
+        with self.crossing.copying(window_name(slot)):
+            self._windows[slot].zero_()
 
     def _check_window(self, slot: int) -> None:
         if not 0 < slot < self.num_windows:

@@ -32,7 +32,7 @@ def check_batch(batch: Batch, config: V41Config, slots: WindowSlots, *, num_bloc
 
 
 def check_row(row: Row, config: V41Config, *, may_wait: bool = False) -> None:
-    """What does not depend on the caches' size.  may_wait: its one token may be PENDING.  Raises BadBatch."""
+    """What does not depend on the caches' size.  may_wait: its newest token may be PENDING.  Raises BadBatch."""
     _check_replay(row, config)
     _check_tokens(row, config, may_wait=may_wait)
 
@@ -78,6 +78,8 @@ def _check_tokens(row: Row, config: V41Config, *, may_wait: bool) -> None:
         return  # nearly all rows of a decode step: no arrays for them
     known = config.image_token_ids
     ids = np.asarray(row.token_ids, np.int64)
+    if may_wait and ids[0] == PENDING and len(ids) == 1 + row.num_drafts and not row.images:
+        ids = np.where(ids == PENDING, 0, ids)
     if ids.min() < 0 or not set(ids[ids >= config.vocab_size].tolist()) <= set(known):
         raise BadBatch(f"{where}: token ids lie in 0..{config.vocab_size - 1}, or are of {known} where an image stands")
     covered = np.zeros(len(ids), bool)

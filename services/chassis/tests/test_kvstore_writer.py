@@ -11,7 +11,7 @@ from proto.common_pb2 import RETENTION_CLASS_AGENT
 from services.chassis.channel import open_channel
 from services.chassis.kvstore_client import Stores
 from services.chassis.kvstore_shards import GROUP_BLOCKS, keys_of, order, split
-from services.chassis.kvstore_writer import BlockWriter, Origin, StoredBlock
+from services.chassis.kvstore_writer import BlockWriter, Origin, StoredBlock, Writeback
 from services.chassis.testing import until
 from services.chassis.tests.memory_kvstore import memory_kvstore
 
@@ -188,3 +188,47 @@ async def test_a_replica_that_is_away_is_passed_over():
 
         assert ({"failed": 1}, {theirs[1][0]}) == (drops, set(memory.blocks))
         await away.close()
+
+
+class Coming:
+    """A block that is there when the test says so."""
+
+    def __init__(self, number):
+        self.number, self.has_come = number, False
+
+    def is_there(self):
+        return self.has_come
+
+    def payload(self):
+        return bytes([self.number]) * SIZE
+
+
+async def test_nobody_waits_for_a_block_on_its_way(store):
+    """They are queued in the order in which they were offered, when they have come; at the latest when all is idle."""
+    async with writing(store.stores) as (writer, drops):
+        coming: dict[int, Coming] = {}
+        writeback = Writeback(lambda number: coming.setdefault(number, Coming(number)), SIZE, writer)
+        for number in range(3):
+            writeback.offer(ORIGIN, KEYS, number, number)
+        coming[1].has_come = True
+        writeback.settle()
+        assert 0 == writer.pending_bytes
+        coming[0].has_come = True
+        writeback.settle()
+        assert 2 * SIZE == writer.pending_bytes
+        writeback.settle(wait=True)
+        await flushed(writer)
+
+    assert KEYS[:3] == list(store.blocks)
+    assert [bytes([number]) * SIZE for number in range(3)] == [payload for payload, _ in store.blocks.values()]
+    assert not drops
+
+
+async def test_blocks_on_their_way_count_as_queued(store):
+    """A store that stands still does not fill the host with copies either."""
+    async with writing(store.stores, max_bytes=2 * SIZE) as (writer, drops):
+        writeback = Writeback(Coming, SIZE, writer)
+        for number in range(6):
+            writeback.offer(ORIGIN, KEYS, number, number)
+
+    assert {"bytes": 2} == drops

@@ -15,9 +15,9 @@ from proto.common_pb2 import ModelCard
 from proto.kvstore_pb2 import LookupRequest
 from proto.kvstore_pb2_grpc import KvstoreStub
 from services.chassis.bus import Bus
-from services.chassis.config import child_environment
+from services.chassis.config import BadSettings, child_environment
 from services.chassis.registry import Registry
-from services.chassis.service import Service
+from services.chassis.service import Service, serve
 from services.chassis.testing import NatsServer, running, until
 from services.chassis.tests import probe_service
 from services.chassis.tests.echo import EchoKvstore
@@ -117,6 +117,18 @@ async def test_a_background_task_that_fails_stops_the_service() -> None:
         service.spawn(doomed(), "doomed")
         await asyncio.wait_for(service.stopping.wait(), 10)
         assert 1 == service.exit_code
+
+
+async def test_settings_that_do_not_fit_the_machine_end_with_78(capsys: pytest.CaptureFixture[str]) -> None:
+    """The supervisor need not retry; the reason stands where refused settings stand, above what is allowed."""
+
+    async def build(_: Service) -> None:
+        raise BadSettings("device memory: 1.00 GiB free = 2.00 GiB weights - 1.00 GiB missing")
+
+    assert 78 == await serve(Service(settings()), build)
+    said = capsys.readouterr().err
+    assert "vision: bad settings\n  device memory: 1.00 GiB free" in said
+    assert said.index("missing") < said.index("allowed:") < said.index("FATHOM_VISION_LISTEN")
 
 
 async def test_channels_are_shared_by_address() -> None:

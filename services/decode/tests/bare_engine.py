@@ -132,7 +132,7 @@ class BareEngine:
             self.pool,
             max_batch=8,
             tell=lambda deliver, *arguments: deliver(*arguments),
-            writeback=Writeback(executor.read_block, executor.layout.block_bytes, None),
+            writeback=Writeback(executor.fetch_block, executor.layout.block_bytes, None),
             states=States(executor, None),
             on_step=lambda _seconds: None,
             recompute_tokens=24,

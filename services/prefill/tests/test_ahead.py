@@ -118,7 +118,7 @@ def play(folder, script, num_blocks, *, run_ahead, chunk_tokens=20):
         pool,
         chunk_tokens=chunk_tokens,
         tell=lambda deliver, *arguments: deliver(*arguments),
-        writeback=Writeback(executor.read_block, executor.layout.block_bytes, None),
+        writeback=Writeback(executor.fetch_block, executor.layout.block_bytes, None),
         states=States(executor, None),
         on_step=lambda _seconds: None,
     )

@@ -21,7 +21,6 @@ from kernels.models.gpu.v41.tokens import Extent, Layouter, Say, Slab, Told
 from kernels.models.v41.config import V41Config
 from kernels.ops.gpu_index import QUERIES
 from kernels.ops.gpu_launch import tiles
-from kernels.ops.gpu_step import update_tables
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 _CONTEXT_STEP = 8
@@ -48,33 +47,41 @@ class StepGraphs:
         config: V41Config,
         stack: Stack,
         layouter: Layouter,
-        tables: Tensor,
         *,
         limit: int,
         device: torch.device,
     ) -> None:
-        """tables: the device's block tables.  limit: the longest context there is room for."""
+        """limit: the longest context there is room for."""
         self.sizes = SIZES
         self.contexts = contexts_up_to(config.index_topk, limit)
-        self._stack, self._layouter, self._tables, self._device = stack, layouter, tables, device
+        self._stack, self._layouter, self._device = stack, layouter, device
         self._outside = config.vocab_size
         most, reach = SIZES[-1], config.engram.max_ngram - 1
         self._sequences = np.zeros((len(Say), most), np.int32)
         self._token_ids = np.zeros(most, np.int32)
         self._preceding = np.zeros((most, reach), np.int32)
         self._wanted = np.zeros(most, np.int64)
+        self._earlier = np.full(most, -1, np.int32)
         # Never grows, so the graphs' addresses stay.
-        room = sum(array.nbytes + 64 for array in self._arrays) + 8 * most * tables.shape[1] + 64
-        self._staging = Staging(device, room)
+        self._staging = Staging(device, sum(array.nbytes + 64 for array in self._arrays))
         self._on_device = self._staging.send(self._arrays)
         self._every = torch.arange(most, device=device)
+        self.logits = torch.zeros(most, config.vocab_size, device=device)
+        """Of the newest step, whatever its size: draws are captured on top of it."""
+        self.history = torch.zeros(most, reach + 1, dtype=torch.int64, device=device)
+        """Of the newest step: each token and those before it, the newest first."""
         self.padded: Tensor | None = None
-        """The newest captured step's logits, those of padding included."""
-        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        """The newest step's logits, those of padding included."""
+        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
 
     @property
     def _arrays(self) -> list[np.ndarray]:
-        return [self._sequences, self._token_ids, self._preceding, self._wanted]
+        return [self._sequences, self._token_ids, self._preceding, self._wanted, self._earlier]
+
+    @property
+    def ends(self) -> Tensor:
+        """[sequences] int32: positions after the last tokens of the newest step, moved back by rejected drafts."""
+        return self._on_device[0][Say.END]
 
     def takes(self, planned: Planned) -> bool:
         """Whether this batch is a step of these."""
@@ -94,9 +101,9 @@ class StepGraphs:
                 torch.cuda.synchronize()
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=pool):
-                    logits = self._step(size, context)
+                    self._step(size, context)
                 pool = pool or graph.pool()
-                self._graphs[size, context] = graph, logits
+                self._graphs[size, context] = graph
 
     def run(self, planned: Planned) -> Tensor:
         """Logits of the wanted tokens: [wanted, vocab_size] fp32."""
@@ -106,20 +113,21 @@ class StepGraphs:
         self._token_ids[:tokens], self._token_ids[tokens:] = planned.token_ids, 0
         self._preceding[:sequences], self._preceding[sequences:] = planned.preceding, self._outside
         self._wanted[:wanted], self._wanted[wanted:] = planned.wanted, 0
-        sent = self._staging.send([*self._arrays, planned.changes])
-        update_tables(self._tables, sent[-1])
+        self._earlier[:sequences], self._earlier[sequences:] = planned.earlier, -1
+        self._staging.send(self._arrays)
         size = self.sizes[bisect_left(self.sizes, tokens)]
         context = self.contexts[bisect_left(self.contexts, int(planned.ends.max()))]
-        captured = self._graphs.get((size, context))
-        if captured is None:
-            return self._step(size, context)[:wanted]
-        graph, logits = captured
-        graph.replay()
-        self.padded = logits
-        return logits[:wanted]
+        graph = self._graphs.get((size, context))
+        if graph is None:
+            self._step(size, context)
+        else:
+            graph.replay()
+        self.padded = self.logits[:size]
+        logits = self.logits[:wanted]
+        return logits if logits.is_cuda else logits.clone()  # a CPU's are expected to last
 
-    def _step(self, size: int, context: int) -> Tensor:
-        sequences, token_ids, preceding, wanted = self._on_device
+    def _step(self, size: int, context: int) -> None:
+        sequences, token_ids, preceding, wanted, earlier = self._on_device
         every = self._every[:size]
         told = Told(
             sequences=sequences[:, :size],
@@ -128,6 +136,9 @@ class StepGraphs:
             wanted=wanted[:size],
             stored=every,
             decoder_stored=every,
+            earlier=earlier[:size],
         )
         extent = whole_extent(size, context)
-        return self._stack.forward(self._layouter.lay(told, extent, extent))
+        laid = self._layouter.lay(told, extent, extent)
+        self.history[:size] = laid.history
+        self.logits[:size] = self._stack.forward(laid)

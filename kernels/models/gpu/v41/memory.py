@@ -7,32 +7,68 @@ from math import prod
 
 from kernels.kv.layout import KvLayout
 from kernels.memory_plan import MemoryPlan, Need, NoRoom, plan_blocks
-from kernels.models.gpu.v41.weights import ExpertFormat
+from kernels.models.gpu.v41.expert_weights import ExpertFormat, room_bytes
 from kernels.models.v41.config import V41Config
-from kernels.models.v41.tensors import E8M0, FP4, expected_tensors, is_engram_table, is_vision
+from kernels.models.v41.tensors import E4M3, E8M0, FP4, expected_tensors, is_engram_table, is_vision
+from kernels.ops.gpu_grouped_unpack import MOST_PACKED_ROWS
+from kernels.ops.quant import GROUP
 
 _SLAB_BYTES = 256 << 20
 """Index scores held at a time."""
 _BF16, _FP32, _INT32 = 2, 4, 4
+_LOGIT_ROWS = 1280
+"""Of a step that is not captured: sampled and scored tokens, and the copies of a group that are adjusted."""
 _KEPT_SHARE = 0.5
-"""bf16 experts may take this share of the room that KV blocks would have beside fp4 ones."""
+"""Unpacked experts may take this share of the room that KV blocks would have beside fp4 ones."""
 
 
-def weight_bytes(config: V41Config, experts: ExpertFormat, *, experts_here: int) -> int:
-    """Of all tensors on the device: the drafter's own layers and the n-gram tables are not there."""
+def weight_bytes(
+    config: V41Config,
+    experts: ExpertFormat,
+    *,
+    experts_here: int,
+    has_drafter: bool = False,
+    is_invariant: bool = True,
+) -> int:
+    """Of all tensors on the device: n-gram tables are not there, nor the drafter's own layers unless it drafts."""
     total = 0
     for name, spec in expected_tensors(config).items():
-        if is_vision(name) or is_engram_table(name) or (name.startswith("mtp.") and not _is_draft_window(name)):
+        is_drafters = name.startswith("mtp.")
+        if is_vision(name) or is_engram_table(name) or (is_drafters and not (has_drafter or _is_draft_window(name))):
             continue
         if ".ffn.experts." in name:
-            if int(name.split(".")[4]) < experts_here:
+            if is_drafters or int(name.split(".")[4]) < experts_here:
                 total += _expert_bytes(spec.shape, experts, is_scale=spec.dtype == E8M0, is_fp4=spec.dtype == FP4)
         elif spec.dtype != E8M0:
             # A mixing weight becomes three bf16 parts, padded from 24 rows to 32.
             size = 3 * 32 * _BF16 / 24 if "hc_" in name and name.endswith("_fn") else _BF16
             size = _FP32 if len(spec.shape) == 1 else size
+            if spec.dtype == E4M3 and not is_invariant and not _is_small(name):
+                size = 1 + _FP32 / spec.shape[1]
             total += int(prod(spec.shape) * size)
     return total
+
+
+def _is_small(name: str) -> bool:
+    """fp8 matrices that become bf16 in any case."""
+    return name.endswith((".attn.wq_a.weight", ".attn.wkv.weight"))
+
+
+def unpacks(
+    config: V41Config, experts: ExpertFormat, *, step_tokens: int, experts_here: int, is_invariant: bool
+) -> bool:
+    """Whether the largest step gives so many rows to each expert that room to unpack them in is worth its bytes.
+
+    Not where a row's bits must not depend on how many there are.
+    """
+    rows = step_tokens * config.moe.top_k
+    return experts == "fp4" and not is_invariant and rows > MOST_PACKED_ROWS * experts_here
+
+
+def table_bytes(config: V41Config) -> int:
+    """Of all n-gram tables, in the host's memory: fp8 values and a scale for every 32."""
+    engram = config.engram
+    return sum(engram.num_rows) * (engram.head_dim + engram.head_dim // GROUP)
 
 
 def _is_draft_window(name: str) -> bool:
@@ -42,7 +78,9 @@ def _is_draft_window(name: str) -> bool:
 def _expert_bytes(shape: Sequence[int], experts: ExpertFormat, *, is_scale: bool, is_fp4: bool) -> int:
     if experts == "fp4":
         return prod(shape)
-    return 0 if is_scale else prod(shape) * (2 if is_fp4 else 1) * _BF16
+    if is_scale:
+        return 0 if experts == "bf16" else shape[0] * _FP32
+    return prod(shape) * (2 if is_fp4 else 1) * (_BF16 if experts == "bf16" else 1)
 
 
 def v41_need(
@@ -56,26 +94,36 @@ def v41_need(
     graph_sizes: Sequence[int] = (),
     graph_contexts: Sequence[int] = (),
     experts_here: int | None = None,
+    has_drafter: bool = False,
+    is_invariant: bool = True,
 ) -> Need:
     """Bytes of a model.  num_windows: the null window included.  graph_*: what steps are captured for.
 
+    has_drafter: with the drafter's layers; its few rows fit where a step's do.  is_invariant: else dense matrices take
+    half, and fp4 experts of large steps have room to become e4m3 in, one layer's at a time.
+
     A step at its peak holds streams before and after a sublayer, and either queries and attended values or every
-    token's experts' rows; a captured one keeps its logits.
+    token's experts' rows, beside the embeddings of its images; captured ones share the place of their logits.
     """
     hidden, heads, moe = config.hidden_size, config.num_heads * config.head_dim, config.moe
     attention = 3 * heads + 4 * hidden
     experts_rows = moe.top_k * (hidden + moe.width) + 3 * moe.width + 4 * hidden
+    if not is_invariant:  # a position's row in e4m3 and what the gate and up projections make of it
+        experts_rows += moe.top_k * (hidden // 2 + 2 * moe.width)
     row_bytes = _BF16 * (2 * config.hc_mult * hidden + max(attention, experts_rows))
     blocks = -(-config.max_position_tokens // layout.block_tokens)
     turns = 2 * config.max_position_tokens * config.rope_dims * _FP32
     tables = (num_sequences + 1) * blocks * _INT32
-    logit_bytes = _FP32 * config.vocab_size
-    scores = _BF16 * max(graph_sizes, default=0) * max(graph_contexts, default=0)
+    logit_bytes, most = _FP32 * config.vocab_size, max(graph_sizes, default=0)
+    scores = _BF16 * most * max(graph_contexts, default=0)
     here = moe.num_experts if experts_here is None else experts_here
+    weights = weight_bytes(config, experts, experts_here=here, has_drafter=has_drafter, is_invariant=is_invariant)
+    if unpacks(config, experts, step_tokens=step_tokens, experts_here=here, is_invariant=is_invariant):
+        weights += room_bytes(config, here)
     return Need(
-        weights=weight_bytes(config, experts, experts_here=here) + turns + tables,
-        workspace=step_tokens * row_bytes + 2 * _SLAB_BYTES + max(graph_sizes, default=1) * logit_bytes,
-        graphs=sum(graph_sizes) * len(graph_contexts) * logit_bytes + max(graph_sizes, default=0) * row_bytes + scores,
+        weights=weights + turns + tables,
+        workspace=step_tokens * (row_bytes + _BF16 * hidden) + 2 * _SLAB_BYTES + _LOGIT_ROWS * logit_bytes,
+        graphs=most * (2 * logit_bytes + row_bytes) + scores,
         windows=num_windows * layout.window_bytes,
     )
 
@@ -83,10 +131,10 @@ def v41_need(
 def choose_experts(
     needs: dict[ExpertFormat, Need], *, free: int, block_bytes: int, num_blocks: int | None
 ) -> tuple[ExpertFormat, MemoryPlan]:
-    """bf16 experts where they leave enough for KV blocks, else fp4.  Raises NoRoom."""
+    """Unpacked experts where they leave enough for KV blocks, else fp4.  Raises NoRoom."""
     small = plan_blocks(needs["fp4"], free=free, block_bytes=block_bytes, num_blocks=num_blocks)
     try:
-        large = plan_blocks(needs["bf16"], free=free, block_bytes=block_bytes, num_blocks=num_blocks)
+        large = plan_blocks(needs["fp8"], free=free, block_bytes=block_bytes, num_blocks=num_blocks)
     except NoRoom:
         return "fp4", small
-    return ("bf16", large) if large.num_blocks >= _KEPT_SHARE * small.num_blocks else ("fp4", small)
+    return ("fp8", large) if large.num_blocks >= _KEPT_SHARE * small.num_blocks else ("fp4", small)

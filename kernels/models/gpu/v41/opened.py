@@ -6,13 +6,15 @@ from pathlib import Path
 
 import torch
 
-from kernels.memory_plan import STEP_TOKENS, MemoryPlan
+from kernels.memory_plan import STEP_TOKENS, MemoryPlan, check_host, gib
 from kernels.models.config import ModelNotSupported
-from kernels.models.gpu.memory import as_planned, free_bytes, reserve
+from kernels.models.gpu.memory import as_pinned, as_planned, available_host_bytes, free_bytes, reserve
+from kernels.models.gpu.v41.drafter import DrafterLoader
+from kernels.models.gpu.v41.expert_weights import ExpertFormat
 from kernels.models.gpu.v41.graphs import SIZES, contexts_up_to
-from kernels.models.gpu.v41.memory import choose_experts, v41_need
+from kernels.models.gpu.v41.memory import choose_experts, table_bytes, unpacks, v41_need
 from kernels.models.gpu.v41.model import MOST_SEQUENCES, GpuV41
-from kernels.models.gpu.v41.weights import ExpertFormat, Loader
+from kernels.models.gpu.v41.weights import Loader
 from kernels.models.model import Progress
 from kernels.models.v41.config import V41Config, read_v41_config
 from kernels.models.v41.folder import V41Folder
@@ -20,8 +22,7 @@ from kernels.ops.gpu_grouped import DEPTH
 from kernels.ops.gpu_index import CANDIDATES, ENTRIES
 from kernels.ops.numerics import QUANT
 
-_PLANNED_WINDOWS = 257
-"""Window slots that room is left for while nobody has said how many there will be."""
+_TABLES = "n-gram tables"
 _LEAST_HEAD = 64
 
 
@@ -37,8 +38,9 @@ class OpenedGpuV41(V41Folder):
         progress: Progress,
         invariant: bool = True,
         step_tokens: int = STEP_TOKENS,
+        drafts: bool = False,
     ) -> None:
-        """step_tokens: most of a step, for which memory is kept.
+        """step_tokens: most of a step, for which memory is kept.  drafts: load the drafter too.
 
         Raises ModelNotSupported, BadWeights, or ValueError for a setting that cannot be.
         """
@@ -47,18 +49,19 @@ class OpenedGpuV41(V41Folder):
         super().__init__(model_dir, config, numerics=QUANT, block_tokens=block_tokens, progress=progress)
         self._device, self._progress, self._is_invariant = device, progress, invariant
         self._step_tokens = step_tokens
+        self._has_drafter = drafts and config.drafter.num_layers > 0
 
-    def fitting_blocks(self) -> int:
+    def fitting_blocks(self, *, num_windows: int) -> int:
         if self._device.type != "cuda":
             return 0
-        return self.plan(None, num_windows=_PLANNED_WINDOWS)[1].num_blocks
+        return self.plan(None, num_windows=num_windows)[1].num_blocks
 
     def plan(self, num_blocks: int | None, *, num_windows: int) -> tuple[ExpertFormat, MemoryPlan]:
         """What of the device's free memory goes where, and how experts are kept.  Raises NoRoom.
 
         num_blocks: None takes as many as fit.  num_windows: the null window included.
         """
-        kinds: tuple[ExpertFormat, ...] = ("fp4", "bf16")
+        kinds: tuple[ExpertFormat, ...] = ("fp4", "fp8")
         needs = {
             kind: v41_need(
                 self._config,
@@ -69,6 +72,8 @@ class OpenedGpuV41(V41Folder):
                 num_sequences=MOST_SEQUENCES,
                 graph_sizes=SIZES,
                 graph_contexts=contexts_up_to(self._config.index_topk, self._config.max_position_tokens),
+                has_drafter=self._has_drafter,
+                is_invariant=self._is_invariant,
             )
             for kind in kinds
         }
@@ -80,15 +85,33 @@ class OpenedGpuV41(V41Folder):
         """Say how memory is used, or raise NoRoom before anything is loaded; afterwards all of it is this process's."""
         if self._device.type != "cuda":
             return self._build("fp4", num_blocks, num_windows)
+        pinned = table_bytes(self._config)
+        check_host(pinned, available=available_host_bytes(), what=_TABLES)
         experts, plan = self.plan(num_blocks, num_windows=num_windows)
-        self._progress(f"{plan.describe()}; experts in {experts}", 1, 1)
-        with as_planned(plan):
+        self._progress(f"{plan.describe()}; experts in {experts}; host memory: {gib(pinned)} {_TABLES}", 1, 1)
+        with as_planned(plan), as_pinned(pinned, _TABLES):
             model = self._build(experts, num_blocks, num_windows)
             reserve(self._device, plan.workspace)
         return model
 
     def _build(self, experts: ExpertFormat, num_blocks: int, num_windows: int) -> GpuV41:
-        weights = Loader(self._config, self._checkpoint, self._device, experts=experts).load()
+        config, checkpoint, device, is_invariant = self._config, self._checkpoint, self._device, self._is_invariant
+        has_room = unpacks(
+            config,
+            experts,
+            step_tokens=self._step_tokens,
+            experts_here=config.moe.num_experts,
+            is_invariant=is_invariant,
+        )
+        weights = Loader(
+            config, checkpoint, device, experts=experts, is_invariant=is_invariant, unpacks=has_room
+        ).load()
+        drafter, notes = None, weights.notes
+        if self._has_drafter:
+            loader = DrafterLoader(config, checkpoint, device, experts=experts, is_invariant=is_invariant)
+            drafter, notes = loader.load_drafter(), (*notes, *loader.notes())
+        for note in notes:
+            self._progress(note, 1, 1)
         return GpuV41(
             self._config,
             weights,
@@ -98,6 +121,8 @@ class OpenedGpuV41(V41Folder):
             num_windows=num_windows,
             device=self._device,
             is_invariant=self._is_invariant,
+            step_tokens=self._step_tokens,
+            drafter=drafter,
         )
 
 

@@ -36,6 +36,8 @@ class Planned:
     begun_blocks: tuple[int, ...]
     """Blocks that get their first token and are not filled: nobody reads what others left in them."""
     images: tuple[NDArray[np.int64], NDArray[np.float32]] | None
+    earlier: NDArray[np.int32]
+    """[sequences]: place in the step before of those planned as if its drafts were accepted, else -1."""
 
     @property
     def counts(self) -> NDArray[np.int32]:
@@ -66,17 +68,20 @@ class GpuPlanner:
     def __init__(self, config: V41Config, slots: WindowSlots, tables: TableRows) -> None:
         self._config, self._slots, self._tables = config, slots, tables
 
-    def check(self, rows: Sequence[Row]) -> list[list[int] | None]:
-        """Raise BadBatch for what cannot be computed; nothing is changed yet.  Returns what `plan` wants back."""
+    def check(self, rows: Sequence[Row], earlier: Sequence[int]) -> list[list[int] | None]:
+        """Raise BadBatch for what cannot be computed; nothing is changed yet.  Returns what `plan` wants back.
+
+        earlier: as in `Planned`.
+        """
         news = self._tables.check(rows)
         windows: set[int] = set()
-        for row in rows:
+        for row, place in zip(rows, earlier, strict=True):
             self._slots.check(row)
             if row.window in windows:
                 raise BadBatch(f"sequence {row.sequence}: window {row.window} belongs to another row of this batch")
             windows.add(row.window)
             check_row(row, self._config, may_wait=True)
-            if PENDING in row.preceding:
+            if PENDING in row.preceding and place < 0:
                 raise BadBatch(f"sequence {row.sequence}: only a row's own token may be pending, not one before it")
         return news
 
@@ -85,6 +90,7 @@ class GpuPlanner:
         rows: Sequence[Row],
         token_ids: Sequence[Sequence[int]],
         news: Sequence[list[int] | None],
+        earlier: Sequence[int],
         *,
         every_row: bool,
     ) -> Planned:
@@ -112,6 +118,7 @@ class GpuPlanner:
             changes=changes,
             begun_blocks=self._begun(rows),
             images=images,
+            earlier=np.array(earlier, np.int32),
         )
 
     def advance(self, rows: Sequence[Row]) -> None:

@@ -55,6 +55,8 @@ class Stack:
         step = Step(laid, self._records, self._products, num_groups=self._config.o_groups)
         pad = self._config.engram.pad_token_id
         compressed = compress(laid.history, self._compressed_ids, pad_token_id=pad)
+        # Read on the other stream: were it let go here, what comes next on this one would be given its memory.
+        step.kept.append(compressed)
         if self._aside is not None:
             self._aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._aside) if self._aside is not None else nullcontext():
@@ -67,7 +69,7 @@ class Stack:
         x = self._weights.embedding[laid.token_ids]
         if laid.told.images is not None:
             tokens, embeddings = laid.told.images
-            x.index_copy_(0, tokens, embeddings.bfloat16())
+            x.index_copy_(0, tokens, embeddings)
         pre = first_pre(len(x), x.device)
         # Without an output nothing asks for the other coefficients.
         return State(x.unsqueeze(1).repeat(1, STREAMS, 1), None, Coefficients(pre, pre, pre))

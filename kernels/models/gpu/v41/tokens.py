@@ -17,7 +17,9 @@ from kernels.models.v41.config import V41Config
 from kernels.models.v41.layout import compressor_ring_tokens
 from kernels.ops.gpu_index import QUERIES
 from kernels.ops.gpu_sparse import Windows
+from kernels.ops.gpu_step import move_back
 from kernels.ops.gpu_varlen import Layout, lay_out
+from kernels.ops.gpu_verify import Standing
 
 Turn = tuple[Tensor, Tensor]
 """Cosine and sine, [n, rope dims / 2] fp32 each."""
@@ -49,10 +51,13 @@ class Told:
     sequences: Tensor
     """[Say, sequences] int32."""
     token_ids: Tensor
-    """[tokens] int32; below 0 it is -1 - place in `sampled` of a token that is still being drawn."""
+    """[tokens] int32; below 0 it is -1 - place in the step before of the token that it draws."""
     preceding: Tensor
     """[sequences, reach] int32: the tokens before each sequence's first, the newest last; the vocabulary's size where
     there is none."""
+    earlier: Tensor
+    """[sequences] int32: place in the step before of those planned as if its drafts were accepted, else -1. They are
+    moved back by those that were not, here and now: END and `preceding` are written."""
     wanted: Tensor
     """[wanted] int64: tokens of the decoder half whose logits are wanted."""
     stored: Tensor
@@ -62,7 +67,7 @@ class Told:
     kept: Tensor | None = None
     """[decoder's tokens] int64: which of the encoder's tokens go on; None = all."""
     images: tuple[Tensor, Tensor] | None = None
-    """Tokens [n] int64 that are parts of images and their embeddings [n, hidden] fp32."""
+    """Tokens [n] int64 that are parts of images and their embeddings [n, hidden] bf16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,14 +167,17 @@ class Turns:
 class Layouter:
     """Lays steps out for one model."""
 
-    def __init__(self, config: V41Config, turns: Turns, tables: Tensor, sampled: Tensor) -> None:
-        """tables: [lines, blocks] int32.  sampled: where tokens to come are found."""
-        self._config, self._turns, self._tables, self._sampled = config, turns, tables, sampled
+    def __init__(self, config: V41Config, turns: Turns, tables: Tensor, standing: Standing, named: Tensor) -> None:
+        """tables: [lines, blocks] int32.  standing: how far the step before has got.  named: its tokens, by name."""
+        self._config, self._turns, self._tables, self._standing = config, turns, tables, standing
+        self._named = named
         self._pair_ring = compressor_ring_tokens(config)
         self._ratios = sorted({config.compress_ratios[source] for source in config.kv_sources})
 
     def lay(self, told: Told, encoder: Extent, decoder: Extent) -> Laid:
         """Nothing is waited for.  decoder: `encoder` itself where both halves compute the same tokens."""
+        standing = self._standing
+        move_back(told.sequences[Say.END], told.preceding, told.earlier, standing.rejected, standing.before)
         ids = self._known(told.token_ids)
         layout, span = self._layout(told, Say.COUNT, encoder)
         said = told.sequences[:, span]
@@ -198,7 +206,7 @@ class Layouter:
         )
 
     def _known(self, token_ids: Tensor) -> Tensor:
-        drawn = self._sampled[(-1 - token_ids).clamp_min(0).long()].clamp_min(0)
+        drawn = self._named[(-1 - token_ids).clamp_min(0).long()].clamp_min(0)
         return torch.where(token_ids < 0, drawn, token_ids).long()
 
     def _layout(self, told: Told, count: Say, extent: Extent) -> tuple[Layout, Tensor]:
