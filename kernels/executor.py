@@ -241,6 +241,9 @@ class Executor:
     def draw(self, step: Step, masks: Mapping[int, bytes] | None = None) -> Step:
         """Tell the device to draw the newest step, under these allowed masks by sequence; nothing is waited for."""
         step = step.with_masks(masks or {})
+        for row in step.batch.rows if masks else ():
+            if row.num_drafts:
+                check_drafts(row, most=None)
         self._is_undrawn = False
         if self._drawer is None or step.draws is not None:
             return step

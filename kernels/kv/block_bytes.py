@@ -31,6 +31,7 @@ class Fetched:
         copied = self._held.numpy().tobytes()
         if self._buffers is not None:
             self._buffers.append(self._held)
+            self._buffers = None  # whoever asks again must not hand it back twice
         return copied
 
 

@@ -11,6 +11,8 @@ from kernels.executor import Executor
 from kernels.grammar import KIND, GrammarFactory
 from kernels.kv.replay import Mode
 from kernels.memory_plan import NoRoom
+from kernels.models.config import ModelNotSupported
+from kernels.models.weights import BadWeights
 from proto.common_pb2 import ModelCard
 from services.chassis.config import BadSettings
 from services.decode.admission import Limits
@@ -29,11 +31,11 @@ def load_model(settings: DecodeSettings, progress: Progress) -> Executor:
     """Read the weights and compute a first batch. Takes seconds; run it in the engine thread, which owns the device.
 
     How a GPU's memory is used is told to `progress` before anything is loaded.  Raises BadSettings where there is
-    too little, which says what helps.
+    too little, which says what helps, and for a folder that is no model: starting again would change nothing.
     """
     try:
         return _load(settings, progress)
-    except NoRoom as error:
+    except (NoRoom, BadWeights, ModelNotSupported) as error:
         raise BadSettings(str(error)) from error
 
 

@@ -75,10 +75,12 @@ class AdmittingTier:
         try:
             await self._store.room.take(len(stored), timeout_seconds=room_seconds)
             try:
-                # It may have been deleted while it was read: here it would outlive its deletion.
-                if not await self._tier.longest(location.fingerprint, [location.key]):
-                    return False
-                await self._store.write(await self._opened(location, stored))
+                # It may have been deleted while it was read: here it would outlive its deletion. One that comes while
+                # it is written waits, and then finds it here.
+                async with self._store.deletions:
+                    if not await self._tier.longest(location.fingerprint, [location.key]):
+                        return False
+                    await self._store.write(await self._opened(location, stored))
             finally:
                 self._store.room.give_back(len(stored))
         except (FathomError, SealedAwayError) as exc:
@@ -130,7 +132,10 @@ async def attach(service: Service, store: Store, *, url: str, options_file: str)
     if settings.encryption_key_file:  # the one that the store has
         keyring = Keyring.load(settings.path / "keys", Path(settings.encryption_key_file))
     tier = RemoteTier.open(url, Path(options_file) if options_file else None, settings.path, keyring=keyring)
-    await tier.forget_doubtful(store)
+    try:
+        await tier.forget_doubtful(store)
+    except (FathomError, OSError) as exc:  # what is in doubt is out of the index; its bytes go with the next refresh
+        _log.warning("kvstore.remote.doubt_stays", reason=str(exc), error_kind=type(exc).__name__)
     register(tier, service.metrics)
     store.connect(listener=tier, remote=AdmittingTier(tier, store))
     background = service.spawn(tier.run(store, lambda: opened(store)), "kvstore object store")

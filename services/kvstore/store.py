@@ -85,6 +85,8 @@ class Store:
         self.room = ByteBudget(MAX_WAITING_BYTES)
         self.counts = StoreCounts(damaged_blocks=recovered.num_damaged)
         self.meters = Meters()
+        self.deletions = asyncio.Lock()
+        """Held while blocks are deleted, and while one that might be is checked for that and written."""
         self.pending = PendingBlocks()
         self.disk = disk
         self.catalog = Catalog(recovered.index, recovered.segments, policy)
@@ -277,7 +279,8 @@ class Store:
             counts=self.counts,
             before_unix_seconds=before_unix_seconds,
         )
-        removed: Removed = await self._line.run(job)
+        async with self.deletions:
+            removed: Removed = await self._line.run(job)
         return removed
 
     async def seal_older_than(self, seconds: float) -> None:

@@ -268,6 +268,8 @@ def tiny_model(
 
 
 def _checked_folder(model: Path) -> Path:
+    if not model.exists():
+        _fail(f"there is no folder {model}")
     if not (model / "config.json").is_file():
         _fail(f"{model} is no model folder: it has no config.json")
     return model.resolve()

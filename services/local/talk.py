@@ -42,6 +42,7 @@ class Answer:
         return (
             f"[{self.prompt_tokens} prompt tokens, {self.cached_tokens} cached, "
             f"TTFT {self.first_seconds * 1000:.0f} ms, {speed} tokens/s]"
+            + (" (cut off: --max-tokens)" if self.finish_reason == "length" else "")
         )
 
 
@@ -94,7 +95,9 @@ def chat(
                 raise Unanswered(str(chunk["error"].get("message", chunk["error"])))
             usage = chunk.get("usage") or usage
             for choice in chunk.get("choices", ()):
-                text = (choice.get("delta") or {}).get("content") or ""
+                delta = choice.get("delta") or {}
+                # A model that reasons may spend all its tokens on that: silence would look like a fault.
+                text = delta.get("reasoning_content") or delta.get("content") or ""
                 finish_reason = choice.get("finish_reason") or finish_reason
                 if text:
                     last = time.monotonic() - started

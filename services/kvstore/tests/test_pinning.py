@@ -80,3 +80,24 @@ async def test_a_deletion_while_blocks_are_brought_wins(tmp_path):
 
         assert 0 == store.num_blocks
         assert {} == await served(store, list(range(30)))
+
+
+async def test_a_deletion_after_the_last_look_finds_what_was_written(tmp_path, monkeypatch):
+    """Between the check that a block still lies behind and its write, a deletion waits: nothing outlives it here."""
+    async with store_before(tmp_path, range(1)) as (store, tier):
+        remote = AdmittingTier(tier, store)
+        store.connect(listener=tier, remote=remote)
+        opened, deletions = remote._opened, []
+
+        async def deleted_meanwhile(location, stored):
+            deletions.append(asyncio.create_task(store.evict(Selection(tenant="acme"))))
+            await asyncio.sleep(0.1)
+            return await opened(location, stored)
+
+        monkeypatch.setattr(remote, "_opened", deleted_meanwhile)
+        await pinned(store, range(1))
+        (removed,) = await asyncio.gather(*deletions)
+
+        assert removed.num_blocks
+        assert 0 == store.num_blocks
+        assert {} == await served(store, [0])
