@@ -123,13 +123,15 @@ async def test_status_shows_every_process_ready(launched: Suite) -> None:
 
 
 async def test_chat_streams_an_answer_and_then_its_cost(launched: Suite) -> None:
-    """The last line has prompt tokens, cached tokens, time to first token and speed."""
+    """The last line has prompt tokens, cached tokens, time to first token and speed, and says that it was cut off."""
     done = await launched.console("chat", "Count from one to ten.", "--max-tokens", "16", "--temperature", "0")
 
     assert 0 == done.returncode, done.stderr
     *answer, cost = done.stdout.splitlines()
     assert "".join(answer).strip()
-    assert re.fullmatch(r"\[\d+ prompt tokens, \d+ cached, TTFT \d+ ms, [\d.]+ tokens/s\]", cost)
+    figures, _, end = cost.partition("] ")
+    assert re.fullmatch(r"\[\d+ prompt tokens, \d+ cached, TTFT \d+ ms, [\d.]+ tokens/s", figures)
+    assert "(cut off: --max-tokens)" == end
 
 
 async def test_logs_of_all_services_are_merged(launched: Suite) -> None:
