@@ -283,7 +283,63 @@ def _halves(
 
 
 @triton.jit
-def _grouped_kernel(  # noqa: PLR0915 - one pass over a tile
+def shares_of(
+    ends: tl.tensor, num_outs: tl.tensor, EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, ROWS: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Of every expert: where its rows begin and end, how many tiles they make, and how many programs end with it.
+
+    Experts one after the other, and in each, tiles of rows next to each other for one tile of its matrix.
+    """
+    index = tl.arange(0, EXPERTS_BLOCK)
+    known = index < EXPERTS
+    end = tl.load(ends + index, mask=known, other=0)
+    begin = tl.load(ends + index - 1, mask=known & (index > 0), other=0)
+    row_tiles = tl.where(known, tl.cdiv(end - begin, ROWS), 0)
+    return begin, end, row_tiles, tl.cumsum(row_tiles, axis=0) * num_outs
+
+
+@triton.jit
+def tile_of(
+    program: tl.tensor,
+    expert: tl.tensor,
+    shares: tl.tuple,
+    num_outs: tl.tensor,
+    EXPERTS_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """A program's tile: its first row, where its expert's rows end, and which tile of the matrix it is."""
+    begin, end, row_tiles, last = shares
+    mine = tl.arange(0, EXPERTS_BLOCK) == expert
+    count = tl.sum(tl.where(mine, row_tiles, 0), axis=0)
+    local = program - tl.sum(tl.where(mine, last - row_tiles * num_outs, 0), axis=0)
+    first = tl.sum(tl.where(mine, begin, 0), axis=0) + (local % count) * ROWS
+    return first, tl.sum(tl.where(mine, end, 0), axis=0), local // count
+
+
+@triton.jit
+def gated(
+    values: tl.tensor,
+    limit: tl.tensor,
+    factors: tl.tensor,
+    target: tl.tensor,
+    is_mine: tl.tensor,
+    WEIGHED: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTS: tl.constexpr,
+) -> tl.tensor:
+    """SwiGLU of a tile of interleaved gates and projections, rounded to fp8: [ROWS, OUTS / 2] fp32."""
+    pairs = tl.permute(tl.reshape(values, (ROWS, OUTS // 16, 2, 8)), (0, 1, 3, 2))
+    gate, up = tl.split(pairs)
+    gate = tl.minimum(gate, limit)
+    values = gate / (1.0 + tl.exp(-gate)) * tl.minimum(tl.maximum(up, -limit), limit)
+    values = tl.reshape(values, (ROWS, OUTS // 2))
+    if WEIGHED:
+        values *= tl.load(factors + target, mask=is_mine, other=0.0)[:, None]
+    return fp8_round_trip(values, OUTS // 64)
+
+
+@triton.jit
+def _grouped_kernel(
     x: tl.tensor,
     data: tl.tensor,
     scale: tl.tensor,
@@ -308,20 +364,10 @@ def _grouped_kernel(  # noqa: PLR0915 - one pass over a tile
 ) -> None:
     program = tl.program_id(0)
     num_outs = tl.cdiv(width, OUTS // 2 if GATED else OUTS)
-    # Experts one after the other, and in each, tiles of rows next to each other for one tile of its matrix.
-    index = tl.arange(0, EXPERTS_BLOCK)
-    known = index < EXPERTS
-    end = tl.load(ends + index, mask=known, other=0)
-    begin = tl.load(ends + index - 1, mask=known & (index > 0), other=0)
-    row_tiles = tl.where(known, tl.cdiv(end - begin, ROWS), 0)
-    last = tl.cumsum(row_tiles, axis=0) * num_outs
-    expert = tl.sum(((last <= program) & known).to(tl.int32), axis=0)
+    shares = shares_of(ends, num_outs, EXPERTS, EXPERTS_BLOCK, ROWS)
+    expert = tl.sum(((shares[3] <= program) & (tl.arange(0, EXPERTS_BLOCK) < EXPERTS)).to(tl.int32), axis=0)
     if expert < EXPERTS:
-        mine = index == expert
-        count = tl.sum(tl.where(mine, row_tiles, 0), axis=0)
-        local = program - tl.sum(tl.where(mine, last - row_tiles * num_outs, 0), axis=0)
-        first = tl.sum(tl.where(mine, begin, 0), axis=0) + (local % count) * ROWS
-        stop = tl.sum(tl.where(mine, end, 0), axis=0)
+        first, stop, out_tile = tile_of(program, expert, shares, num_outs, EXPERTS_BLOCK, ROWS)
         position = first + tl.arange(0, ROWS)
         is_mine = position < stop
         source = tl.load(sources + position, mask=is_mine, other=0).to(tl.int64)
@@ -329,10 +375,10 @@ def _grouped_kernel(  # noqa: PLR0915 - one pass over a tile
         out = tl.arange(0, OUTS)
         if GATED:
             # Eight rows of the gate, then the same eight of the projection: one product, and each pair in one thread.
-            column = (local // count) * (OUTS // 2) + out // 16 * 8 + out % 8
+            column = out_tile * (OUTS // 2) + out // 16 * 8 + out % 8
             base = (expert.to(tl.int64) * 2 + out // 8 % 2) * width + column
         else:
-            column = (local // count) * OUTS + out
+            column = out_tile * OUTS + out
             base = expert.to(tl.int64) * width + column
         is_out = column < width
         half = tl.arange(0, DEPTH_HALF)
@@ -351,14 +397,7 @@ def _grouped_kernel(  # noqa: PLR0915 - one pass over a tile
         if not WIDE:
             values = bf16(values)
         if GATED:
-            pairs = tl.permute(tl.reshape(values, (ROWS, OUTS // 16, 2, 8)), (0, 1, 3, 2))
-            gate, up = tl.split(pairs)
-            gate = tl.minimum(gate, limit)
-            values = gate / (1.0 + tl.exp(-gate)) * tl.minimum(tl.maximum(up, -limit), limit)
-            values = tl.reshape(values, (ROWS, OUTS // 2))
-            if WEIGHED:
-                values *= tl.load(factors + target, mask=is_mine, other=0.0)[:, None]
-            values = fp8_round_trip(values, OUTS // 64)
-            column = (local // count) * (OUTS // 2) + tl.arange(0, OUTS // 2)
+            values = gated(values, limit, factors, target, is_mine, WEIGHED, ROWS, OUTS)
+            column = out_tile * (OUTS // 2) + tl.arange(0, OUTS // 2)
         place = target[:, None] * width + column[None, :]
         tl.store(result + place, values.to(result.dtype.element_ty), mask=is_mine[:, None] & (column < width)[None, :])

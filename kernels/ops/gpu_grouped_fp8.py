@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.ops.gpu_formats import IN_PYTHON, bf16, e4m3_value, fp8_round_trip
+from kernels.ops.gpu_formats import IN_PYTHON, bf16, e4m3_value
 from kernels.ops.gpu_fp8 import RowScaled, SpanRows
-from kernels.ops.gpu_grouped import Groups
+from kernels.ops.gpu_grouped import Groups, gated, shares_of, tile_of
 from kernels.ops.gpu_launch import INTERPRETED, check, power_of_two, runs_kernels, tiles
 from kernels.ops.gpu_quant import swiglu_twin
 from kernels.ops.quant import GROUP
@@ -151,7 +151,7 @@ def fp8_dot(a: tl.tensor, b: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _fp8_grouped_kernel(  # noqa: PLR0915 - one pass over a tile
+def _fp8_grouped_kernel(
     x: tl.tensor,
     x_scale: tl.tensor,
     data: tl.tensor,
@@ -176,31 +176,21 @@ def _fp8_grouped_kernel(  # noqa: PLR0915 - one pass over a tile
 ) -> None:
     program = tl.program_id(0)
     num_outs = tl.cdiv(width, OUTS // 2 if GATED else OUTS)
-    # Experts one after the other, and in each, tiles of rows next to each other for one tile of its matrix.
-    index = tl.arange(0, EXPERTS_BLOCK)
-    known = index < EXPERTS
-    end = tl.load(ends + index, mask=known, other=0)
-    begin = tl.load(ends + index - 1, mask=known & (index > 0), other=0)
-    row_tiles = tl.where(known, tl.cdiv(end - begin, ROWS), 0)
-    last = tl.cumsum(row_tiles, axis=0) * num_outs
-    expert = tl.sum(((last <= program) & known).to(tl.int32), axis=0)
+    shares = shares_of(ends, num_outs, EXPERTS, EXPERTS_BLOCK, ROWS)
+    expert = tl.sum(((shares[3] <= program) & (tl.arange(0, EXPERTS_BLOCK) < EXPERTS)).to(tl.int32), axis=0)
     if expert < EXPERTS:
-        mine = index == expert
-        count = tl.sum(tl.where(mine, row_tiles, 0), axis=0)
-        local = program - tl.sum(tl.where(mine, last - row_tiles * num_outs, 0), axis=0)
-        first = tl.sum(tl.where(mine, begin, 0), axis=0) + (local % count) * ROWS
-        stop = tl.sum(tl.where(mine, end, 0), axis=0)
+        first, stop, out_tile = tile_of(program, expert, shares, num_outs, EXPERTS_BLOCK, ROWS)
         position = first + tl.arange(0, ROWS)
         # Rows past the expert's are another's, or the last one again: multiplied, and not stored.
         read = tl.minimum(position, positions - 1)
         out = tl.arange(0, OUTS)
         if GATED:
             # Eight rows of the gate, then the same eight of the projection: one product, and each pair in one thread.
-            column = (local // count) * (OUTS // 2) + out // 16 * 8 + out % 8
+            column = out_tile * (OUTS // 2) + out // 16 * 8 + out % 8
             kept = column if WHOLE else tl.minimum(column, width - 1)
             base = (expert.to(tl.int64) * 2 + out // 8 % 2) * width + kept
         else:
-            column = (local // count) * OUTS + out
+            column = out_tile * OUTS + out
             kept = column if WHOLE else tl.minimum(column, width - 1)
             base = expert.to(tl.int64) * width + kept
         step = tl.arange(0, DEPTH)
@@ -223,15 +213,8 @@ def _fp8_grouped_kernel(  # noqa: PLR0915 - one pass over a tile
         is_mine = position < stop
         target = tl.load(targets + position, mask=is_mine, other=0).to(tl.int64)
         if GATED:
-            pairs = tl.permute(tl.reshape(values, (ROWS, OUTS // 16, 2, 8)), (0, 1, 3, 2))
-            gate, up = tl.split(pairs)
-            gate = tl.minimum(gate, limit)
-            values = gate / (1.0 + tl.exp(-gate)) * tl.minimum(tl.maximum(up, -limit), limit)
-            values = tl.reshape(values, (ROWS, OUTS // 2))
-            if WEIGHED:
-                values *= tl.load(factors + target, mask=is_mine, other=0.0)[:, None]
-            values = fp8_round_trip(values, OUTS // 64)
-            column = (local // count) * (OUTS // 2) + tl.arange(0, OUTS // 2)
+            values = gated(values, limit, factors, target, is_mine, WEIGHED, ROWS, OUTS)
+            column = out_tile * (OUTS // 2) + tl.arange(0, OUTS // 2)
             target = position.to(tl.int64)
         place = target[:, None] * width + column[None, :]
         tl.store(result + place, values.to(result.dtype.element_ty), mask=is_mine[:, None] & (column < width)[None, :])

@@ -13,55 +13,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from kernels.ops.gpu_words import e2m1_words
+
 HEADS, SIZE, ENTRIES = 32, 128, 64
 """Heads and their size that the kernel is made for, and keys a turn."""
-
-
-@gluon.jit
-def _e2m1_words(four: gl.tensor, scale: gl.tensor) -> gl.tuple:
-    """Four bytes, eight e2m1, times a scale: the low nibbles of bytes 0, 1 and 2, 3, then the high ones.
-
-    Two bf16 in an int32 everywhere: bytes that pass from turn to turn would take a register each.
-    """
-    return gl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 a, b, c, d, k;
-        mov.b32 k, 0x7E807E80;
-        prmt.b32 a, $4, 0, 0x4140;
-        prmt.b32 b, $4, 0, 0x4342;
-        shl.b32 c, a, 12;
-        and.b32 c, c, 0x80008000;
-        shl.b32 d, a, 6;
-        lop3.b32 c, d, 0x01C001C0, c, 0xEA;
-        mul.rn.bf16x2 c, c, k;
-        mul.rn.bf16x2 $0, c, $5;
-        shl.b32 c, b, 12;
-        and.b32 c, c, 0x80008000;
-        shl.b32 d, b, 6;
-        lop3.b32 c, d, 0x01C001C0, c, 0xEA;
-        mul.rn.bf16x2 c, c, k;
-        mul.rn.bf16x2 $1, c, $5;
-        shl.b32 c, a, 8;
-        and.b32 c, c, 0x80008000;
-        shl.b32 d, a, 2;
-        lop3.b32 c, d, 0x01C001C0, c, 0xEA;
-        mul.rn.bf16x2 c, c, k;
-        mul.rn.bf16x2 $2, c, $5;
-        shl.b32 c, b, 8;
-        and.b32 c, c, 0x80008000;
-        shl.b32 d, b, 2;
-        lop3.b32 c, d, 0x01C001C0, c, 0xEA;
-        mul.rn.bf16x2 c, c, k;
-        mul.rn.bf16x2 $3, c, $5;
-        }
-        """,
-        "=&r,=&r,=&r,=&r,r,r",
-        [four, scale],
-        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
-        is_pure=True,
-        pack=1,
-    )
 
 
 @gluon.jit
@@ -220,7 +175,7 @@ def score_kernel(  # noqa: PLR0915 - one pass over the keys
             scale = exponent.to(gl.int32) << 7
             scale = gl.expand_dims(scale | (scale << 16), 2).broadcast_to([ENTRIES, 4, 4])
             scale = gl.convert_layout(scale.reshape([ENTRIES, 16]), WORDS)
-            low_first, low_then, high_first, high_then = _e2m1_words(four, scale)
+            low_first, low_then, high_first, high_then = e2m1_words(four, scale)
             low, high = _operand(low_first, low_then, OPERAND), _operand(high_first, high_then, OPERAND)
             products = warpgroup_mma(low, even_smem.permute((1, 0)), none, use_acc=False, is_async=True)
             products = warpgroup_mma(high, odd_smem.permute((1, 0)), products, is_async=True)

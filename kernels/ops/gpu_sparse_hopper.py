@@ -13,6 +13,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from kernels.ops.gpu_words import e2m1_words, e4m3_words
+
 ROWS, SIZE, KEYS, WARPS = 64, 512, 64, 8
 """Heads and their size that the kernel is made for, keys a turn, and its warps."""
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -33,82 +35,6 @@ def _e4m3_value(bits: gl.tensor) -> gl.tensor:
 @gluon.jit
 def _bf16(x: gl.tensor) -> gl.tensor:
     return x.to(gl.bfloat16).to(gl.float32)
-
-
-@gluon.jit
-def _e2m1_words(four: gl.tensor, scale: gl.tensor) -> gl.tuple:
-    """Four bytes, eight e2m1, times a scale: the low nibbles of bytes 0, 1 and 2, 3, then the high ones.
-
-    Two bf16 in an int32 everywhere: bytes that pass from turn to turn would take a register each.
-    """
-    return gl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 a, b, c, d, k;
-        mov.b32 k, 0x7E807E80;
-        prmt.b32 a, $4, 0, 0x4140;
-        prmt.b32 b, $4, 0, 0x4342;
-        shl.b32 c, a, 12;
-        and.b32 c, c, 0x80008000;
-        shl.b32 d, a, 6;
-        lop3.b32 c, d, 0x01C001C0, c, 0xEA;
-        mul.rn.bf16x2 c, c, k;
-        mul.rn.bf16x2 $0, c, $5;
-        shl.b32 c, b, 12;
-        and.b32 c, c, 0x80008000;
-        shl.b32 d, b, 6;
-        lop3.b32 c, d, 0x01C001C0, c, 0xEA;
-        mul.rn.bf16x2 c, c, k;
-        mul.rn.bf16x2 $1, c, $5;
-        shl.b32 c, a, 8;
-        and.b32 c, c, 0x80008000;
-        shl.b32 d, a, 2;
-        lop3.b32 c, d, 0x01C001C0, c, 0xEA;
-        mul.rn.bf16x2 c, c, k;
-        mul.rn.bf16x2 $2, c, $5;
-        shl.b32 c, b, 8;
-        and.b32 c, c, 0x80008000;
-        shl.b32 d, b, 2;
-        lop3.b32 c, d, 0x01C001C0, c, 0xEA;
-        mul.rn.bf16x2 c, c, k;
-        mul.rn.bf16x2 $3, c, $5;
-        }
-        """,
-        "=&r,=&r,=&r,=&r,r,r",
-        [four, scale],
-        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
-        is_pure=True,
-        pack=1,
-    )
-
-
-@gluon.jit
-def _e4m3_words(four: gl.tensor, scale: gl.tensor) -> gl.tuple:
-    """Four e4m3 times a scale: those of bytes 0 and 2, then of 1 and 3."""
-    return gl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 c, d, k;
-        mov.b32 k, 0x7B807B80;
-        shl.b32 c, $2, 8;
-        and.b32 c, c, 0x80008000;
-        shl.b32 d, $2, 4;
-        lop3.b32 c, d, 0x07F007F0, c, 0xEA;
-        mul.rn.bf16x2 c, c, k;
-        mul.rn.bf16x2 $0, c, $3;
-        and.b32 c, $2, 0x80008000;
-        shr.b32 d, $2, 4;
-        lop3.b32 c, d, 0x07F007F0, c, 0xEA;
-        mul.rn.bf16x2 c, c, k;
-        mul.rn.bf16x2 $1, c, $3;
-        }
-        """,
-        "=&r,=&r,r,r",
-        [four, scale],
-        dtype=(gl.int32, gl.int32),
-        is_pure=True,
-        pack=1,
-    )
 
 
 @gluon.jit
@@ -195,14 +121,14 @@ def _as_words(buffer: gl.shared_memory_descriptor, WORDS: gl.constexpr) -> gl.sh
 @gluon.jit
 def _window_words(both: gl.tensor, exponent: gl.tensor, RAW: gl.constexpr) -> gl.tensor:
     """Window records as words of a buffer: even values, then odd ones."""
-    even, odd = _e4m3_words(both, _spread(_power(exponent), 8, RAW))
+    even, odd = e4m3_words(both, _spread(_power(exponent), 8, RAW))
     return gl.join(even, odd).permute((0, 2, 1)).reshape([both.shape[0], both.shape[1] * 2])
 
 
 @gluon.jit
 def _entry_words(both: gl.tensor, bits: gl.tensor, RAW: gl.constexpr) -> gl.tensor:
     """Entries' records likewise."""
-    low_first, low_then, high_first, high_then = _e2m1_words(both, _spread(_e4m3_value(bits), 2, RAW))
+    low_first, low_then, high_first, high_then = e2m1_words(both, _spread(_e4m3_value(bits), 2, RAW))
     even = gl.join(low_first, low_then).reshape([both.shape[0], both.shape[1] * 2])
     odd = gl.join(high_first, high_then).reshape([both.shape[0], both.shape[1] * 2])
     return gl.join(even, odd).permute((0, 2, 1)).reshape([both.shape[0], both.shape[1] * 4])

@@ -212,8 +212,8 @@ class Machine:
             "fence_async_shared": lambda: None,
             "warpgroup_mma": self.multiply,
             "warpgroup_mma_wait": self.wait,
-            "_e2m1_words": e2m1_words,
-            "_e4m3_words": e4m3_words,
+            "e2m1_words": e2m1_words,
+            "e4m3_words": e4m3_words,
         }
 
     def function(self, kernel: JITFunction[Any]) -> FunctionType:
