@@ -2,10 +2,10 @@
 
 import asyncio
 import contextlib
-import os
 import secrets
 import signal
 import time
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,9 @@ import pytest_asyncio
 
 from e2e.client import complete, model_name
 from e2e.suite import Suite
+from services.kvstore.directory import segment_files
+from services.kvstore.format import HEADER_BYTES
+from services.kvstore.segments import load_segment
 from services.local import state
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.asyncio(loop_scope="session")]
@@ -52,13 +55,38 @@ async def until_served(client: httpx.AsyncClient, seconds: float = 60.0) -> None
             return
 
 
-async def stored_blocks(suite: Suite, at_least: int) -> None:
-    """Wait for the asynchronous write-back."""
+def records(suite: Suite) -> dict[bytes, tuple[Path, int]]:
+    """Return the file and the middle of the payload of every block on the disk of the store, by block key."""
+    folder = Path(suite.folder, ".fathom", "kv")
+    return {
+        found.key: (file.path, found.offset_bytes + HEADER_BYTES + found.stored_bytes // 2)
+        for part in {path.parent for path in folder.rglob("*.seg")}
+        for file in segment_files(part)
+        for found in load_segment(file).locations
+    }
+
+
+async def new_records(suite: Suite, known: Container[bytes], at_least: int) -> dict[bytes, tuple[Path, int]]:
+    """Wait for the asynchronous write-back; return what lies on the disk beside the known blocks."""
+    new: dict[bytes, tuple[Path, int]] = {}
     for _ in range(100):
-        if (await suite.kvstore_stats()).num_blocks >= at_least:
-            return
+        new = {key: place for key, place in records(suite).items() if key not in known}
+        if len(new) >= at_least:
+            return new
         await asyncio.sleep(0.1)
-    pytest.fail(f"kvstore has {(await suite.kvstore_stats()).num_blocks} blocks, expected {at_least}")
+    pytest.fail(f"the disk has {len(new)} new blocks, expected {at_least}")
+
+
+async def settled_records(suite: Suite) -> dict[bytes, tuple[Path, int]]:
+    """Return the blocks on disk once no earlier request's write-back adds to them any more."""
+    before, after = records(suite), {}
+    for _ in range(20):
+        await asyncio.sleep(0.7)
+        after = records(suite)
+        if before.keys() == after.keys():
+            break
+        before = after
+    return after
 
 
 @pytest.fixture(scope="module")
@@ -73,23 +101,19 @@ def damaged_ids():
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def stored(shared_suite, kept_ids, damaged_ids):
-    """Answers to two prompts, and where the second one's blocks lie in which file; prefill and the store were started
+    """Answers to two prompts, and where the second one's blocks lie in which files; prefill and the store were started
     again, so that the blocks are in the store and in no pool.
     """
-    before = (await shared_suite.kvstore_stats()).num_blocks
     async with httpx.AsyncClient(base_url=shared_suite.base_url, timeout=60) as client:
-        answers = [await complete(client, ids, max_tokens=6) for ids in (kept_ids, damaged_ids)]
-        await stored_blocks(shared_suite, before + 4)
-        # They are the newest records of the newest segment.
-        stats = await shared_suite.kvstore_stats()
-        block_bytes = stats.disk_bytes // stats.num_blocks
-        segment = max(Path(shared_suite.folder, ".fathom", "kv").rglob("*.seg"), key=os.path.getmtime)
+        known = await settled_records(shared_suite)
+        kept = await complete(client, kept_ids, max_tokens=6)
+        known |= await new_records(shared_suite, known, 2)
+        damaged = await complete(client, damaged_ids, max_tokens=6)
+        places = (await new_records(shared_suite, known, 2)).values()
         await shared_suite.restart("kvstore-0", signal.SIGKILL)
-        # Only now does the file end with its records: room made ahead was cut off.
-        places = [segment.stat().st_size - back for back in (block_bytes // 2, block_bytes + block_bytes // 2)]
         await shared_suite.restart("prefill-0")
         await until_served(client)
-    return *answers, segment, places
+    return kept, damaged, places
 
 
 async def test_a_restarted_store_keeps_its_hits(client, stored, kept_ids):
@@ -103,9 +127,9 @@ async def test_a_restarted_store_keeps_its_hits(client, stored, kept_ids):
 
 async def test_a_damaged_block_is_a_miss_and_never_wrong_text(suite, client, stored, damaged_ids):
     """One flipped byte in the middle of a block: fewer cached tokens, the same answer."""
-    _, cold, segment, places = stored
-    for place in places:
-        flip_byte(segment, place)
+    _, cold, places = stored
+    for path, offset in places:
+        flip_byte(path, offset)
 
     again = await complete(client, damaged_ids, max_tokens=6)
     assert 0 == again.cached_tokens
