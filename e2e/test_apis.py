@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.asyncio(lo
 SYSTEM, USER = "You answer in one short sentence.", "Which colour has a ripe lemon, and why?"
 TEXT = "The quick brown fox jumps over the lazy dog. Then it sleeps in the sun, and nobody minds. " * 30
 NUM_TOKENS = 560  # stored blocks, and more than the suite's chunk
-ONE_BY_ONE = (*range(10), *range(495, 530))
+ONE_BY_ONE = (*range(3), *range(507, 516))
 """Positions of tokens that are computed here too, in a step of their own: at the start, and around the chunk's end."""
 
 

@@ -26,9 +26,9 @@ REACH = 22  # window and the six tokens that can be taken back
 EXACT = 12 * (WINDOW - 1)  # tokens that make every layer's window exact
 # Around 1, the window, twice the window, the top 16 entries (per token, and per two tokens), the 8 candidate blocks of
 # 8 entries, whole blocks, and far beyond all of them.
-LENGTHS = (1, 2, 15, 16, 17, 22, 31, 32, 33, 47, 48, 49, 63, 64, 65, 71, 79, 80, 81, 127, 128, 129, 257, 300, 500)
+LENGTHS = (1, 2, 15, 16, 17, 22, 32, 33, 48, 49, 64, 65, 71, 80, 81, 128, 129, 257, 500)
 TOKEN_BY_TOKEN = (2, 15, 16, 17, 33)  # a prompt passes through all shorter ones' states on its way
-LONG = 127  # the prompts that replicas share most of
+LONG = 128  # the prompts that replicas share most of
 NUM_BLOCKS = 200
 SHORT_POOL = {"FATHOM_DECODE_KV_BYTES": str(1 << 16)}  # 28 blocks
 

@@ -12,7 +12,7 @@ from openai import AsyncOpenAI
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="session")]
 
 SEEDS = range(10)
-"""Two hundred answers with all; every run of the tests takes the first two."""
+"""Two hundred answers with all; every run of the tests takes the first one."""
 AT_ONCE = 8
 NAME = {"type": "string", "minLength": 1, "maxLength": 24}
 POINT = {
@@ -83,7 +83,7 @@ async def at_once(works: list[Any]) -> list[Any]:
     return list(await asyncio.gather(*map(one, works)))
 
 
-@pytest.mark.parametrize("seeds", [SEEDS[:2], pytest.param(SEEDS[2:], marks=pytest.mark.long)], ids=["short", "long"])
+@pytest.mark.parametrize("seeds", [SEEDS[:1], pytest.param(SEEDS[1:], marks=pytest.mark.long)], ids=["short", "long"])
 async def test_json_is_valid_every_time(sdk, seeds):
     """Twenty schemas, ten seeds: two hundred of two hundred."""
     model = (await sdk.models.list()).data[0].id
@@ -125,7 +125,7 @@ async def test_required_calls_are_parseable(sdk):
         )
 
     schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
-    for seed, answer in enumerate(await at_once([ask(seed) for seed in range(6)])):
+    for seed, answer in enumerate(await at_once([ask(seed) for seed in range(4)])):
         calls = answer.choices[0].message.tool_calls
         assert calls, answer
         assert seed % 2 == 0 or len(calls) == 1
