@@ -38,7 +38,9 @@ def attention_ways() -> dict[str, Way]:
 
 def index_ways() -> dict[str, Way]:
     units = (gpu_index, "HOPPER_UNITS")
-    return {"in use": {}} | {f"{count} products": {units: count} for count in (8, 32)}
+    ways: dict[str, Way] = {"in use": {}} | {f"{count} products": {units: count} for count in (8, 32)}
+    on_units = {(gpu_index, "ON_UNITS"): True}
+    return ways | {"on fp8 units": on_units, "on fp8 units, 32 products": on_units | {units: 32}}
 
 
 def say(figure: str, **named: Any) -> None:

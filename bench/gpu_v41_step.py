@@ -39,7 +39,9 @@ from bench.gpu_v41_work import decode_shape, prefill_shape
 from bench.roofline_v41 import v41_work
 from kernels.batch import PENDING, Batch, Row, SamplingParams
 from kernels.executor import Executor
+from kernels.models.gpu.v41.drafter import DrafterWeights
 from kernels.models.gpu.v41.model import GpuV41
+from kernels.models.gpu.v41.weights import GpuV41Weights
 from kernels.models.v41.config import V41Config
 
 CUDA = torch.device("cuda")
@@ -80,22 +82,12 @@ def decode(ceilings: Mapping[str, float], *, is_invariant: bool) -> dict[str, An
     """One verification step: 64 requests, each its newest token and three drafts, whose logits are all wanted."""
     shape, config = decode_shape(), published_config()
     each = shape.tokens // shape.requests
-    placement = one_rank_of(config, RANKS)
-    weights = random_weights(config, CUDA, experts="fp8", placement=placement, is_invariant=is_invariant)
-    per_table = -(-shape.context // config.block_tokens)
-    model = random_model(
-        config,
-        weights,
-        CUDA,
-        num_blocks=1 + shape.requests * per_table,
-        num_windows=1 + shape.requests,
-        is_invariant=is_invariant,
-        graph_sizes=(shape.tokens,),
-        drafter=random_drafter(config, CUDA, ranks=RANKS, is_invariant=is_invariant),
-    )
-    executor = _executor(model)
+    drafter = random_drafter(config, CUDA, ranks=RANKS, is_invariant=is_invariant)
+    weights = decode_weights(config, is_invariant=is_invariant)
+    model = decode_model(config, weights, is_invariant=is_invariant, drafter=drafter)
+    executor = executor_of(model)
     give_past(model)
-    took = _took(executor, drafts_step(config, requests=shape.requests, each=each, context=shape.context))
+    took = took_by(executor, drafts_step(config, requests=shape.requests, each=each, context=shape.context))
     named = {"requests": shape.requests, "drafts": each - 1, "context": shape.context}
     seconds, with_drafter = (ahead(executor, config, **named, guesses=guesses) for guesses in (False, True))
     floor = v41_work(shape).floor_seconds(ceilings)
@@ -109,6 +101,29 @@ def decode(ceilings: Mapping[str, float], *, is_invariant: bool) -> dict[str, An
         "idle_share": round(max(0.0, 1 - took["step_ms"] / seconds / 1e3), 4),
         "ahead_with_drafter_ms": round(with_drafter * 1e3, 3),
     }
+
+
+def decode_weights(config: V41Config, *, is_invariant: bool) -> GpuV41Weights:
+    """Of one rank."""
+    placement = one_rank_of(config, RANKS)
+    return random_weights(config, CUDA, experts="fp8", placement=placement, is_invariant=is_invariant)
+
+
+def decode_model(
+    config: V41Config, weights: GpuV41Weights, *, is_invariant: bool, drafter: DrafterWeights | None = None
+) -> GpuV41:
+    """With room for the requests of a decode step, which is captured."""
+    shape = decode_shape()
+    return random_model(
+        config,
+        weights,
+        CUDA,
+        num_blocks=1 + shape.requests * -(-shape.context // config.block_tokens),
+        num_windows=1 + shape.requests,
+        is_invariant=is_invariant,
+        graph_sizes=(shape.tokens,),
+        drafter=drafter,
+    )
 
 
 def drafts_step(config: V41Config, *, requests: int, each: int, context: int) -> Batch:
@@ -178,17 +193,10 @@ def prefill(ceilings: Mapping[str, float], layers: int, *, is_invariant: bool) -
     """One chunk of one prompt through encoder layers alone."""
     shape = replace(prefill_shape(), layers=layers)
     config = published_config(layers, layers)
-    weights = random_weights(
-        config, CUDA, experts="fp4", placement=None, is_invariant=is_invariant, unpacks=not is_invariant
-    )
-    blocks = shape.tokens // config.block_tokens
-    model = random_model(
-        config, weights, CUDA, num_blocks=1 + blocks, num_windows=2, is_invariant=is_invariant, graph_sizes=()
-    )
-    ids = [(index * 7919 + 17) % config.vocab_size for index in range(shape.tokens)]
-    batch = Batch((Row(0, ids, 0, range(1, 1 + blocks), window=1),))
-    executor = _executor(model)
-    took = _took(executor, batch, before=lambda: model.reset_window(1))
+    weights = prefill_weights(config, is_invariant=is_invariant)
+    model, batch = prefill_model(config, weights, is_invariant=is_invariant), chunk(config)
+    executor = executor_of(model)
+    took = took_by(executor, batch, before=lambda: model.reset_window(1))
     floor = v41_work(shape).floor_seconds(ceilings)
     seconds = took["step_ms"] / 1e3
     return took | {
@@ -200,7 +208,30 @@ def prefill(ceilings: Mapping[str, float], layers: int, *, is_invariant: bool) -
     }
 
 
-def _executor(model: GpuV41) -> Executor:
+def prefill_weights(config: V41Config, *, is_invariant: bool) -> GpuV41Weights:
+    """With all experts."""
+    return random_weights(
+        config, CUDA, experts="fp4", placement=None, is_invariant=is_invariant, unpacks=not is_invariant
+    )
+
+
+def prefill_model(config: V41Config, weights: GpuV41Weights, *, is_invariant: bool) -> GpuV41:
+    """With room for one chunk."""
+    blocks = prefill_shape().tokens // config.block_tokens
+    return random_model(
+        config, weights, CUDA, num_blocks=1 + blocks, num_windows=2, is_invariant=is_invariant, graph_sizes=()
+    )
+
+
+def chunk(config: V41Config) -> Batch:
+    """One prompt's first."""
+    tokens = prefill_shape().tokens
+    ids = [(index * 7919 + 17) % config.vocab_size for index in range(tokens)]
+    return Batch((Row(0, ids, 0, range(1, 1 + tokens // config.block_tokens), window=1),))
+
+
+def executor_of(model: GpuV41) -> Executor:
+    """The one door to it, for a model of random weights."""
     return Executor(
         model,
         model_dir=Path(tempfile.gettempdir()),
@@ -212,7 +243,7 @@ def _executor(model: GpuV41) -> Executor:
     )
 
 
-def _took(executor: Executor, batch: Batch, *, before: Callable[[], None] | None = None) -> dict[str, Any]:
+def took_by(executor: Executor, batch: Batch, *, before: Callable[[], None] | None = None) -> dict[str, Any]:
     """Milliseconds of a step on the device alone, in the loop that waits, and of the host alone."""
     begin = before or (lambda: None)
     begin()

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from kernels.ops.gpu_formats import FP8_FLOOR, bf16, e4m3_bits, exponents, fp8_round_trip, power
 from kernels.ops.gpu_launch import check, power_of_two, runs_kernels
+from kernels.ops.gpu_overlap import early, wait_for_earlier
 from kernels.ops.gpu_quant import norm_twin, swiglu_twin
 from kernels.ops.quant import GROUP
 from kernels.ops.quant import fp8_round_trip as fp8_round_trip_twin
@@ -166,6 +167,7 @@ def span_rows(x: Tensor, sources: Tensor | None = None, *, span: int = 0, rounds
             GATHERED=sources is not None,
             ROUNDS=rounds,
             num_warps=_warps(block),
+            **early(x),
         )
     return SpanRows(made.data.view(_E4M3), made.scale)
 
@@ -192,6 +194,7 @@ def norm_rows(x: Tensor, weight: Tensor, *, eps: float) -> SpanRows:
             SIZE=x.shape[1],
             BLOCK=block,
             num_warps=_warps(block),
+            **early(x),
         )
     return SpanRows(made.data.view(_E4M3), made.scale)
 
@@ -225,6 +228,7 @@ def swiglu_rows(
             BLOCK=block,
             WEIGHED=factors is not None,
             num_warps=_warps(block),
+            **early(gate_up),
         )
     return SpanRows(made.data.view(_E4M3), made.scale)
 
@@ -251,6 +255,7 @@ def gathered(x: SpanRows, sources: Tensor) -> SpanRows:
             WORDS=words,
             BLOCK=block,
             num_warps=4,
+            **early(sources),
         )
     return SpanRows(made.data.view(_E4M3), made.scale)
 
@@ -320,7 +325,9 @@ def _rows_kernel(
     BLOCK: tl.constexpr,
     GATHERED: tl.constexpr,
     ROUNDS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
+    wait_for_earlier(OVERLAP)
     position = tl.program_id(0).to(tl.int64)
     row = tl.load(sources + position).to(tl.int64) if GATHERED else position
     column = tl.arange(0, BLOCK)
@@ -341,7 +348,9 @@ def _norm_rows_kernel(
     eps: tl.tensor,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
+    wait_for_earlier(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mine = column < SIZE
@@ -365,7 +374,9 @@ def _swiglu_rows_kernel(
     SPAN: tl.constexpr,
     BLOCK: tl.constexpr,
     WEIGHED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
+    wait_for_earlier(OVERLAP)
     position = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mine = column < SIZE
@@ -388,7 +399,9 @@ def _gather_kernel(
     scale: tl.tensor,
     WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
+    wait_for_earlier(OVERLAP)
     position = tl.program_id(0).to(tl.int64)
     row = tl.load(sources + position).to(tl.int64)
     for first in tl.static_range(0, WORDS, BLOCK):

@@ -30,6 +30,11 @@ MOST_PACKED_ROWS = 64
 5.6 ms, and each row of all of them then takes 87 us less (by what was measured at 256)."""
 _ROWS, _BYTES = 4, 512
 """Of a program of the unpacking kernel."""
+BESIDE = False
+"""Whether a layer's experts are unpacked beside its attention, by few programs, and both matrices in room of their own:
+unpacking waits for memory, attention does not. Off until a step has been timed with it on a GPU."""
+FEW_PROGRAMS, FEW_ROWS, FEW_WARPS = 40, 32, 32
+"""Programs that unpack beside something else: each fills a multiprocessor, and the others are left alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +62,8 @@ def powers_of(weights: Weights) -> Powers:
     return Powers(largest, scale, table.to(weights.data.device), spread <= EXACT_BINADES)
 
 
-def unpack(weights: Weights, powers: Powers, out: Tensor | None = None) -> RowScaled:
-    """weights: fp4.  out: [experts, out, in] e4m3 that is written, or None."""
+def unpack(weights: Weights, powers: Powers, out: Tensor | None = None, *, is_beside: bool = False) -> RowScaled:
+    """weights: fp4.  out: [experts, out, in] e4m3 that is written, or None.  is_beside: by few programs."""
     if not runs_kernels(weights.data):
         wide = torch.stack([weights.dense(expert) for expert in range(weights.experts)])
         data = (wide / powers.scale[:, :, None]).to(torch.float8_e4m3fn)
@@ -66,7 +71,9 @@ def unpack(weights: Weights, powers: Powers, out: Tensor | None = None) -> RowSc
     experts, rows, size = weights.experts, weights.out, weights.size
     data = torch.empty(experts, rows, size, dtype=torch.uint8, device=weights.data.device) if out is None else out
     data = data.view(torch.uint8)
-    _unpack_kernel[(tiles(experts * rows, _ROWS), tiles(size // 2, _BYTES))](
+    each = FEW_ROWS if is_beside else _ROWS
+    grid = tiles(experts * rows, each), tiles(size // 2, _BYTES)
+    _unpack_kernel[(min(FEW_PROGRAMS, grid[0] * grid[1]),) if is_beside else grid](
         weights.data,
         weights.scale,
         powers.largest,
@@ -75,9 +82,10 @@ def unpack(weights: Weights, powers: Powers, out: Tensor | None = None) -> RowSc
         experts * rows,
         SIZE=size,
         HALF=HALF_DEPTH,
-        ROWS=_ROWS,
+        ROWS=each,
         BYTES=_BYTES,
-        num_warps=4,
+        FEW=is_beside,
+        num_warps=FEW_WARPS if is_beside else 4,
     )
     return RowScaled(data.view(torch.float8_e4m3fn), powers.scale)
 
@@ -99,11 +107,11 @@ class Packed:
         """Whether unpacking pays for so many rows of all experts."""
         return positions > MOST_PACKED_ROWS * self.experts
 
-    def unpacked(self) -> RowScaled:
-        """Written now, on the current stream."""
+    def unpacked(self, *, is_beside: bool = False) -> RowScaled:
+        """Written now, on the current stream.  is_beside: by few programs, since others have work, too."""
         shape = (self.experts, self.weights.out, self.weights.size)
         data = self.room[: shape[0] * shape[1] * shape[2]].view(torch.float8_e4m3fn)
-        return unpack(self.weights, self.powers, data.view(shape))
+        return unpack(self.weights, self.powers, data.view(shape), is_beside=is_beside)
 
 
 @triton.jit
@@ -152,21 +160,24 @@ def _byte(nibble: tl.tensor, low_words: tl.tensor, high_words: tl.tensor) -> tl.
 
 
 @triton.jit
-def _unpack_kernel(
+def _unpack_tile(
     packed: tl.tensor,
     scale: tl.tensor,
     largest: tl.tensor,
     table: tl.tensor,
     data: tl.tensor,
     rows: tl.tensor,
+    tile: tl.tensor,
     SIZE: tl.constexpr,
     HALF: tl.constexpr,
     ROWS: tl.constexpr,
     BYTES: tl.constexpr,
+    FEW: tl.constexpr,
 ) -> None:
+    WIDE: tl.constexpr = (SIZE // 2 + BYTES - 1) // BYTES
     GROUPS: tl.constexpr = BYTES // 32
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    row = (tile // WIDE if FEW else tl.program_id(0)).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    group = (tile % WIDE if FEW else tl.program_id(1)) * GROUPS + tl.arange(0, GROUPS)
     mine = (row < rows)[:, None] & (group < SIZE // 64)[None, :]
     # Bytes of a tile hold its columns from the first on in low nibbles, those from the middle on in high ones.
     column = group * 32 // HALF * (2 * HALF) + group * 32 % HALF
@@ -187,3 +198,27 @@ def _unpack_kernel(
     place = data + (row[:, None] * SIZE + column[None, :])[:, :, None] + step
     tl.store(place, low, mask=mine_all)
     tl.store(place + HALF, high, mask=mine_all)
+
+
+@triton.jit
+def _unpack_kernel(
+    packed: tl.tensor,
+    scale: tl.tensor,
+    largest: tl.tensor,
+    table: tl.tensor,
+    data: tl.tensor,
+    rows: tl.tensor,
+    SIZE: tl.constexpr,
+    HALF: tl.constexpr,
+    ROWS: tl.constexpr,
+    BYTES: tl.constexpr,
+    FEW: tl.constexpr,
+) -> None:
+    tile = tl.program_id(0)
+    if FEW:
+        WIDE: tl.constexpr = (SIZE // 2 + BYTES - 1) // BYTES
+        while tile < tl.cdiv(rows, ROWS) * WIDE:
+            _unpack_tile(packed, scale, largest, table, data, rows, tile, SIZE, HALF, ROWS, BYTES, FEW)
+            tile += tl.num_programs(0)
+    else:
+        _unpack_tile(packed, scale, largest, table, data, rows, tile, SIZE, HALF, ROWS, BYTES, FEW)

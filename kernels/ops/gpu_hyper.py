@@ -16,9 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.ops.gpu_beside import Beside, joined
 from kernels.ops.gpu_formats import bf16, dot, fp8_round_trip
 from kernels.ops.gpu_fp8 import SpanRows, as_rows, empty_rows, restated_twin, write_spans
 from kernels.ops.gpu_launch import check, power_of_two, runs_kernels, tiles
+from kernels.ops.gpu_overlap import early, wait_for_earlier
 from kernels.ops.gpu_quant import norm_twin
 from kernels.ops.hyper import COEFFICIENTS, STREAMS, Coefficients, coefficients, collapse, mean_square, update
 from kernels.ops.quant import fp8_round_trip as fp8_round_trip_twin
@@ -97,6 +99,7 @@ def enter(
     pre: Tensor | None = None,
     is_invariant: bool = False,
     restates: bool = False,
+    beside: Beside | None = None,
 ) -> Entered:
     """Leave a sublayer and enter the next.
 
@@ -104,7 +107,9 @@ def enter(
     None where the streams are what enters (the first layer, and after n-gram memory).  before: its coefficients; of
     them only `pre` counts without an output.  pre: instead of that one's.  is_invariant: make the products slice by
     slice, so that a token's bits do not depend on how many there are; else by the library, several times as fast.
-    restates: write the input under one scale a row, too.
+    restates: write the input under one scale a row, too.  beside: where the library's products and this sublayer's own
+    coefficients are made, which nobody asks for before the sublayer ends; what it still does is waited for first, and
+    `made` must not be read before `joined`.
     """
     tokens, _, hidden = streams.shape
     check(streams.dtype == torch.bfloat16 and streams.is_contiguous(), "streams are bf16, end to end")
@@ -112,12 +117,21 @@ def enter(
     mixed_by = before.pre if pre is None else pre
     if not runs_kernels(streams):
         return _enter_twin(streams, output, before, weights, mixed_by, restates=restates)
+    joined(beside)
     after = streams if output is None else torch.empty_like(streams)
     mixed = torch.empty(tokens, hidden, dtype=streams.dtype, device=streams.device)
     sums, squares = _go_over(
         streams, output, before, mixed_by, weights.parts, after=after, mixed=mixed, is_invariant=is_invariant
     )
-    return _finish(after, mixed, sums, squares, weights, restates=restates)
+    entered = _room(after, restates=restates)
+    if beside is None or is_invariant:
+        made = sums if is_invariant else _library_sums(after, weights.parts)
+        _finish(entered, mixed, made, squares, weights)
+        return entered
+    with beside.begun(after, squares):
+        _finish(entered, mixed, _library_sums(after, weights.parts), squares, weights, enters=False)
+    _finish(entered, mixed, entered.made.pre.unsqueeze(0), squares, weights, mixes=False)
+    return entered
 
 
 def _go_over(
@@ -133,8 +147,8 @@ def _go_over(
 ) -> tuple[Tensor, Tensor]:
     """Write the streams after the update (`after`) and their mixture (`mixed`).
 
-    Returns parts of the products with the weight, [parts, tokens, ROWS] fp32, and the squares of streams and of their
-    mixture, [slices, tokens, 2] fp32.
+    Returns parts of the products with the weight, [slices, tokens, ROWS] fp32, if they are made here (is_invariant),
+    and the squares of streams and of their mixture, [slices, tokens, 2] fp32.
     """
     tokens, hidden = mixed.shape
     slices = tiles(hidden, SLICE)
@@ -163,19 +177,33 @@ def _go_over(
         COUNT=ROWS,
         num_warps=cut.warps,
         num_stages=1,
+        **early(streams),
     )
-    return sums if is_invariant else _library_sums(after, parts), squares
+    return sums, squares
+
+
+def _room(after: Tensor, *, restates: bool) -> Entered:
+    """A sublayer's beginning, of which only the streams are written yet."""
+    tokens, _, hidden = after.shape
+    x, rounded = (torch.empty(tokens, hidden, dtype=after.dtype, device=after.device) for _ in range(2))
+    shapes = ((tokens, STREAMS), (tokens, STREAMS), (tokens, STREAMS, STREAMS))
+    made = Coefficients(*(torch.empty(shape, device=after.device) for shape in shapes))
+    return Entered(after, x, rounded, made, as_rows(empty_rows(x)) if restates else None)
 
 
 def _finish(
-    after: Tensor, mixed: Tensor, sums: Tensor, squares: Tensor, weights: MixingWeights, *, restates: bool
-) -> Entered:
-    """Coefficients of sums, and the mixture normalised."""
+    entered: Entered,
+    mixed: Tensor,
+    sums: Tensor,
+    squares: Tensor,
+    weights: MixingWeights,
+    *,
+    mixes: bool = True,
+    enters: bool = True,
+) -> None:
+    """Write coefficients of sums (mixes), and the mixture normalised (enters)."""
     tokens, hidden = mixed.shape
-    x, rounded = torch.empty_like(mixed), torch.empty_like(mixed)
-    room = empty_rows(mixed) if restates else None
-    shapes = ((tokens, STREAMS), (tokens, STREAMS), (tokens, STREAMS, STREAMS))
-    made = Coefficients(*(torch.empty(shape, device=mixed.device) for shape in shapes))
+    made, room = entered.made, entered.restated
     block = power_of_two(hidden)
     _finish_kernel[(tokens,)](
         sums,
@@ -187,10 +215,10 @@ def _finish(
         made.pre,
         made.post,
         made.mix,
-        x,
-        rounded,
-        x if room is None else room.data,
-        x if room is None else room.scale,
+        entered.x,
+        entered.rounded,
+        entered.x if room is None else room.data.view(torch.uint8),
+        entered.x if room is None else room.scale,
         tokens,
         weights.eps,
         weights.hc_eps,
@@ -202,11 +230,13 @@ def _finish(
         SUM_STRIDE=sums.stride(0),
         TOKEN_STRIDE=sums.stride(1),
         ITERATIONS=weights.iterations,
-        RESTATES=restates,
+        RESTATES=room is not None,
+        MIXES=mixes,
+        ENTERS=enters,
         BLOCK=block,
         num_warps=min(max(block // 1024, 1), 8),
+        **early(mixed),
     )
-    return Entered(after, x, rounded, made, None if room is None else as_rows(room))
 
 
 def _library_sums(streams: Tensor, parts: Tensor) -> Tensor:
@@ -245,6 +275,7 @@ def leave(streams: Tensor, output: Tensor, made: Coefficients) -> Tensor:
         COUNT=ROWS,
         num_warps=FEW.warps,
         num_stages=1,
+        **early(streams),
     )
     return after
 
@@ -298,7 +329,9 @@ def _slice_kernel(  # noqa: C901 - the branches are choices at compile time
     SLICE: tl.constexpr,
     STEP: tl.constexpr,
     COUNT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
+    wait_for_earlier(OVERLAP)
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     is_token = token < tokens
     part = tl.program_id(1)
@@ -377,43 +410,50 @@ def _finish_kernel(
     TOKEN_STRIDE: tl.constexpr,
     ITERATIONS: tl.constexpr,
     RESTATES: tl.constexpr,
+    MIXES: tl.constexpr,
+    ENTERS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
+    wait_for_earlier(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, SLICES_BLOCK)
     is_part = part < SLICES
     four = tl.arange(0, 4)
     row = part * tokens + token
-    square = tl.sum(tl.load(squares + row * 2, mask=is_part, other=0.0), axis=0)
-    mixed_square = tl.sum(tl.load(squares + row * 2 + 1, mask=is_part, other=0.0), axis=0)
-    length = tl.sqrt_rn(square / (4 * HIDDEN) + eps)
-    piece = tl.arange(0, SUMS_BLOCK)
-    is_piece = piece < SUMS
-    start = piece[:, None] * SUM_STRIDE + token * TOKEN_STRIDE + four[None, :]
-    raw_pre = tl.sum(tl.load(sums + start, mask=is_piece[:, None], other=0.0), axis=0)
-    raw_post = tl.sum(tl.load(sums + start + 4, mask=is_piece[:, None], other=0.0), axis=0)
-    place = four[:, None] * 4 + four[None, :]
-    cells = piece[:, None, None] * SUM_STRIDE + token * TOKEN_STRIDE + 8 + place[None, :, :]
-    raw_mix = tl.sum(tl.load(sums + cells, mask=is_piece[:, None, None], other=0.0), axis=0)
-    raw_pre = raw_pre / length * tl.load(scale) + tl.load(base + four)
-    raw_post = raw_post / length * tl.load(scale + 1) + tl.load(base + 4 + four)
-    raw_mix = raw_mix / length * tl.load(scale + 2) + tl.load(base + 8 + place)
-    tl.store(pre + token * 4 + four, 1.0 / (1.0 + tl.exp(-raw_pre)) + hc_eps)
-    tl.store(post + token * 4 + four, 2.0 / (1.0 + tl.exp(-raw_post)))
-    powers = tl.exp(raw_mix - tl.max(raw_mix, axis=1)[:, None])
-    matrix = powers / tl.sum(powers, axis=1)[:, None] + hc_eps
-    matrix = matrix / (tl.sum(matrix, axis=0) + hc_eps)[None, :]
-    for _ in range(ITERATIONS - 1):
-        matrix = matrix / (tl.sum(matrix, axis=1) + hc_eps)[:, None]
+    if MIXES:
+        square = tl.sum(tl.load(squares + row * 2, mask=is_part, other=0.0), axis=0)
+    if ENTERS:
+        mixed_square = tl.sum(tl.load(squares + row * 2 + 1, mask=is_part, other=0.0), axis=0)
+    if MIXES:
+        length = tl.sqrt_rn(square / (4 * HIDDEN) + eps)
+        piece = tl.arange(0, SUMS_BLOCK)
+        is_piece = piece < SUMS
+        start = piece[:, None] * SUM_STRIDE + token * TOKEN_STRIDE + four[None, :]
+        raw_pre = tl.sum(tl.load(sums + start, mask=is_piece[:, None], other=0.0), axis=0)
+        raw_post = tl.sum(tl.load(sums + start + 4, mask=is_piece[:, None], other=0.0), axis=0)
+        place = four[:, None] * 4 + four[None, :]
+        cells = piece[:, None, None] * SUM_STRIDE + token * TOKEN_STRIDE + 8 + place[None, :, :]
+        raw_mix = tl.sum(tl.load(sums + cells, mask=is_piece[:, None, None], other=0.0), axis=0)
+        raw_pre = raw_pre / length * tl.load(scale) + tl.load(base + four)
+        raw_post = raw_post / length * tl.load(scale + 1) + tl.load(base + 4 + four)
+        raw_mix = raw_mix / length * tl.load(scale + 2) + tl.load(base + 8 + place)
+        tl.store(pre + token * 4 + four, 1.0 / (1.0 + tl.exp(-raw_pre)) + hc_eps)
+        tl.store(post + token * 4 + four, 2.0 / (1.0 + tl.exp(-raw_post)))
+        powers = tl.exp(raw_mix - tl.max(raw_mix, axis=1)[:, None])
+        matrix = powers / tl.sum(powers, axis=1)[:, None] + hc_eps
         matrix = matrix / (tl.sum(matrix, axis=0) + hc_eps)[None, :]
-    tl.store(mix + token * 16 + place, matrix)
-
-    column = tl.arange(0, BLOCK)
-    mine = column < HIDDEN
-    values = tl.load(mixed + token * HIDDEN + column, mask=mine, other=0.0).to(tl.float32)
-    values = bf16(values / tl.sqrt_rn(mixed_square / HIDDEN + eps) * tl.load(norm + column, mask=mine, other=0.0))
-    tl.store(x + token * HIDDEN + column, values.to(tl.bfloat16), mask=mine)
-    values = tl.reshape(fp8_round_trip(tl.reshape(values, (1, BLOCK)), BLOCK // 32), (BLOCK,))
-    tl.store(rounded + token * HIDDEN + column, values.to(tl.bfloat16), mask=mine)
-    if RESTATES:
-        write_spans(values, token, data, row_scale, tokens, HIDDEN, BLOCK, BLOCK)
+        for _ in range(ITERATIONS - 1):
+            matrix = matrix / (tl.sum(matrix, axis=1) + hc_eps)[:, None]
+            matrix = matrix / (tl.sum(matrix, axis=0) + hc_eps)[None, :]
+        tl.store(mix + token * 16 + place, matrix)
+    if ENTERS:
+        column = tl.arange(0, BLOCK)
+        mine = column < HIDDEN
+        values = tl.load(mixed + token * HIDDEN + column, mask=mine, other=0.0).to(tl.float32)
+        values = bf16(values / tl.sqrt_rn(mixed_square / HIDDEN + eps) * tl.load(norm + column, mask=mine, other=0.0))
+        tl.store(x + token * HIDDEN + column, values.to(tl.bfloat16), mask=mine)
+        values = tl.reshape(fp8_round_trip(tl.reshape(values, (1, BLOCK)), BLOCK // 32), (BLOCK,))
+        tl.store(rounded + token * HIDDEN + column, values.to(tl.bfloat16), mask=mine)
+        if RESTATES:
+            write_spans(values, token, data, row_scale, tokens, HIDDEN, BLOCK, BLOCK)

@@ -15,9 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.ops import gpu_index_hopper
+from kernels.ops import gpu_index_hopper, gpu_index_units
 from kernels.ops.gpu_formats import bf16, dot, e2m1_pairs, high_bf16, low_bf16, power
+from kernels.ops.gpu_index_units import restated_queries
 from kernels.ops.gpu_launch import INTERPRETED, check, power_of_two, runs_kernels, tiles
+from kernels.ops.gpu_overlap import early, wait_for_earlier
 from kernels.ops.gpu_records import Section
 from kernels.ops.index import best, listed
 from kernels.ops.quant import IndexFp4
@@ -28,6 +30,8 @@ UNITS = 8
 """Products that one program makes."""
 HOPPER_UNITS = 16
 """Of the kernel in Gluon. 32 are 1.5 % faster in a decode step of 256 rows, but leave half the GPU idle at one row."""
+ON_UNITS = False
+"""Whether that kernel multiplies on the fp8 units. Off until it has been timed on a GPU."""
 QUERIES = 4
 """Tokens per program: the rows of one sequence's verification step."""
 _BF16_MAX = torch.finfo(torch.bfloat16).max
@@ -70,10 +74,9 @@ def score(
         return _score_twin(queries, weights, keys, tile_table, seen, width=width, block_size=block_size)
     out = torch.empty(tokens, width, dtype=torch.bfloat16, device=queries.device)
     blocks = out.new_empty(tokens, width // block_size) if block_size else None
-    kernel, units, named = _way(queries, ENTRIES)
+    kernel, units, given, named = _way(queries, weights, ENTRIES)
     kernel[(len(tile_table), tiles(width, named["ENTRIES"] * units))](
-        queries.view(torch.int32),
-        weights,
+        *given,
         keys.data.pool,
         keys.tables,
         tile_table,
@@ -112,10 +115,9 @@ def score_candidates(
     if not runs_kernels(queries):
         return _candidates_twin(queries, weights, keys, spans, seen, candidates, block_size=block_size)
     out = torch.empty(tokens, width, dtype=torch.bfloat16, device=queries.device)
-    kernel, units, named = _way(queries, CANDIDATES)
+    kernel, units, given, named = _way(queries, weights, CANDIDATES)
     kernel[(tokens, tiles(width, named["ENTRIES"] * units))](
-        queries.view(torch.int32),
-        weights,
+        *given,
         keys.data.pool,
         keys.tables,
         spans,
@@ -140,13 +142,17 @@ def score_candidates(
     return out
 
 
-def _way(queries: Tensor, entries: int) -> tuple[Any, int, dict[str, int]]:
-    """The kernel that scores, how many products its programs make, and its cut."""
+def _way(queries: Tensor, weights: Tensor, entries: int) -> tuple[Any, int, tuple[Tensor, Tensor], dict[str, int]]:
+    """The kernel that scores, its programs' products, queries and weights as it reads them, and its cut."""
     shape = (gpu_index_hopper.HEADS, gpu_index_hopper.SIZE)
     fits = not INTERPRETED and tuple(queries.shape[1:]) == shape
     if fits and torch.cuda.get_device_capability() == (9, 0):
-        return gpu_index_hopper.score_kernel, HOPPER_UNITS, {"ENTRIES": gpu_index_hopper.ENTRIES, "num_warps": 4}
-    return _score_kernel, UNITS, {"ENTRIES": entries, "num_warps": max(min(entries // 16, 4), 1), "num_stages": 2}
+        named = {"ENTRIES": gpu_index_hopper.ENTRIES, "num_warps": 4}
+        if ON_UNITS:
+            return gpu_index_units.score_kernel, HOPPER_UNITS, restated_queries(queries, weights), named
+        return gpu_index_hopper.score_kernel, HOPPER_UNITS, (queries.view(torch.int32), weights), named
+    named = {"ENTRIES": entries, "num_warps": max(min(entries // 16, 4), 1), "num_stages": 2}
+    return _score_kernel, UNITS, (queries.view(torch.int32), weights), named
 
 
 SELECT_STEP, SELECT_WARPS = 4096, 8
@@ -190,6 +196,7 @@ def select(scores: Tensor, seen: Tensor, *, count: int, by_maxima: bool | None =
             GROUP=GROUP,
             STEP=min(power_of_two(groups), MAXIMA_STEP),
             num_warps=MAXIMA_WARPS,
+            **early(scores),
         )
         return out
     _select_kernel[(rows,)](
@@ -200,6 +207,7 @@ def select(scores: Tensor, seen: Tensor, *, count: int, by_maxima: bool | None =
         **named,
         STEP=min(power_of_two(width), SELECT_STEP),
         num_warps=SELECT_WARPS,
+        **early(scores),
     )
     return out
 
@@ -239,6 +247,7 @@ def locate(
         MAPPED=candidates is not None,
         BLOCK_SIZE=block_size,
         num_warps=4,
+        **early(chosen),
     )
     return entries, where, counts
 
@@ -391,7 +400,9 @@ def _select_kernel(
     COUNT: tl.constexpr,
     COUNT_BLOCK: tl.constexpr,
     STEP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
+    wait_for_earlier(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     end = tl.minimum(tl.load(seen + row), width)
     scores += row * width
@@ -471,12 +482,14 @@ def _select_by_maxima_kernel(  # noqa: PLR0915 - one kernel is one function
     LISTED: tl.constexpr,
     GROUP: tl.constexpr,
     STEP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """COUNT groups reach the COUNT-th highest maximum, so COUNT keys do: none below it is among the best.
 
     Groups above that bound are fewer than COUNT, and of those at it the first COUNT hold as many keys of that level as
     there can be room for: the best are in 2 * COUNT groups, which are few enough for registers.
     """
+    wait_for_earlier(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     end = tl.minimum(tl.load(seen + row), width)
     used = tl.cdiv(end, GROUP)
@@ -559,7 +572,9 @@ def _locate_kernel(
     PER_BLOCK: tl.constexpr,
     MAPPED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
+    wait_for_earlier(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, BLOCK)
     span = tl.load(spans + token).to(tl.int64)

@@ -67,6 +67,52 @@ def _fetch(
 
 
 @gluon.jit
+def _keep(
+    summed: gl.tensor,
+    sees: gl.tensor,
+    chosen: gl.tensor,
+    out: gl.tensor,
+    blocks: gl.tensor,
+    first: gl.tensor,
+    num: gl.tensor,
+    start: gl.tensor,
+    unit: gl.tensor,
+    width: gl.tensor,
+    QUERIES: gl.constexpr,
+    ENTRIES: gl.constexpr,
+    CANDIDATES: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+) -> None:
+    """Store the scores of a turn's entries, and the highest of each block of them."""
+    MADE: gl.constexpr = summed.type.layout
+    made_query = gl.arange(0, QUERIES, layout=gl.SliceLayout(0, MADE))
+    made_sees = gl.convert_layout(sees, gl.SliceLayout(0, MADE))
+    place = start + unit * ENTRIES + gl.arange(0, ENTRIES, layout=gl.SliceLayout(1, MADE))
+    if CANDIDATES > 0:
+        block = gl.load(chosen + place // BLOCK_SIZE, mask=place < width, other=-1)
+        entry = gl.where(block >= 0, block * BLOCK_SIZE + place % BLOCK_SIZE, 0x7FFFFFFF)
+    else:
+        entry = place
+    summed = gl.where(entry[:, None] < made_sees[None, :], summed, float("-inf"))
+    target = (first + made_query)[None, :] * width + place[:, None]
+    # A padding row's candidates are none: its scores are written, all of them -inf.
+    wanted = (made_query < (1 if CANDIDATES > 0 else num))[None, :] & (place < width)[:, None]
+    gl.store(out + target, summed.to(gl.bfloat16), mask=wanted)
+    if CANDIDATES == 0 and BLOCK_SIZE > 0:
+        highest = gl.max(summed.reshape([ENTRIES // BLOCK_SIZE, BLOCK_SIZE, QUERIES]), axis=1)
+        highest = gl.minimum(highest, 3.3895313892515355e38)
+        BEST: gl.constexpr = highest.type.layout
+        best_query = gl.arange(0, QUERIES, layout=gl.SliceLayout(0, BEST))
+        best_sees = gl.convert_layout(sees, gl.SliceLayout(0, BEST))
+        block = start // BLOCK_SIZE + unit * (ENTRIES // BLOCK_SIZE)
+        block += gl.arange(0, ENTRIES // BLOCK_SIZE, layout=gl.SliceLayout(1, BEST))
+        highest = gl.where(block[:, None] == ((best_sees - 1) // BLOCK_SIZE)[None, :], float("inf"), highest)
+        there = (first + best_query)[None, :] * (width // BLOCK_SIZE) + block[:, None]
+        real = (best_query < num)[None, :] & (block < width // BLOCK_SIZE)[:, None]
+        gl.store(blocks + there, highest.to(gl.bfloat16), mask=real)
+
+
+@gluon.jit
 def score_kernel(  # noqa: PLR0915 - one pass over the keys
     queries: gl.tensor,
     weights: gl.tensor,
@@ -199,29 +245,19 @@ def score_kernel(  # noqa: PLR0915 - one pass over the keys
             products, low, high = warpgroup_mma_wait(0, deps=[products, low, high])
             products = gl.maximum(products, 0.0) * factor
             summed = gl.sum(products.reshape([ENTRIES, QUERIES, HEADS]), axis=2).to(gl.bfloat16).to(gl.float32)
-            MADE: gl.constexpr = summed.type.layout
-            made_query = gl.arange(0, QUERIES, layout=gl.SliceLayout(0, MADE))
-            made_sees = gl.convert_layout(sees, gl.SliceLayout(0, MADE))
-            place = start + unit * ENTRIES + gl.arange(0, ENTRIES, layout=gl.SliceLayout(1, MADE))
-            if CANDIDATES > 0:
-                block = gl.load(chosen + place // BLOCK_SIZE, mask=place < width, other=-1)
-                entry = gl.where(block >= 0, block * BLOCK_SIZE + place % BLOCK_SIZE, 0x7FFFFFFF)
-            else:
-                entry = place
-            summed = gl.where(entry[:, None] < made_sees[None, :], summed, float("-inf"))
-            target = (first + made_query)[None, :] * width + place[:, None]
-            # A padding row's candidates are none: its scores are written, all of them -inf.
-            wanted = (made_query < (1 if CANDIDATES > 0 else num))[None, :] & (place < width)[:, None]
-            gl.store(out + target, summed.to(gl.bfloat16), mask=wanted)
-            if CANDIDATES == 0 and BLOCK_SIZE > 0:
-                highest = gl.max(summed.reshape([ENTRIES // BLOCK_SIZE, BLOCK_SIZE, QUERIES]), axis=1)
-                highest = gl.minimum(highest, 3.3895313892515355e38)
-                BEST: gl.constexpr = highest.type.layout
-                best_query = gl.arange(0, QUERIES, layout=gl.SliceLayout(0, BEST))
-                best_sees = gl.convert_layout(sees, gl.SliceLayout(0, BEST))
-                block = start // BLOCK_SIZE + unit * (ENTRIES // BLOCK_SIZE)
-                block += gl.arange(0, ENTRIES // BLOCK_SIZE, layout=gl.SliceLayout(1, BEST))
-                highest = gl.where(block[:, None] == ((best_sees - 1) // BLOCK_SIZE)[None, :], float("inf"), highest)
-                there = (first + best_query)[None, :] * (width // BLOCK_SIZE) + block[:, None]
-                real = (best_query < num)[None, :] & (block < width // BLOCK_SIZE)[:, None]
-                gl.store(blocks + there, highest.to(gl.bfloat16), mask=real)
+            _keep(
+                summed,
+                sees,
+                chosen,
+                out,
+                blocks,
+                first,
+                num,
+                start,
+                unit,
+                width,
+                QUERIES,
+                ENTRIES,
+                CANDIDATES,
+                BLOCK_SIZE,
+            )

@@ -7,6 +7,8 @@ in the order of tokens, and a token's experts are added in the order of its slot
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -15,20 +17,43 @@ from torch import Tensor
 from kernels.ops.gpu_formats import bf16
 from kernels.ops.gpu_grouped import Groups
 from kernels.ops.gpu_launch import check, power_of_two, runs_kernels, tiles
+from kernels.ops.gpu_overlap import early, wait_for_earlier
 from kernels.ops.router import Routes
 from kernels.ops.router import route as route_twin
 
 CHUNK = 128
 """Slots that one program counts."""
+FEWER_LAUNCHES = False
+"""Whether routing also says where experts are, and few slots are sorted by one kernel. Off until a step has been timed
+with it on a GPU."""
+_MOST_AT_ONCE, _MOST_EXPERTS = 2048, 15
+"""Slots and experts that one program sorts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Which of the experts here each one is, and which tokens are padding."""
+
+    rows: Tensor | None
+    """[experts] int32, -1 for those elsewhere; None = all are here, in order."""
+    lines: Tensor
+    """[tokens] int32; below 0 for padding, which goes to no expert (-1)."""
 
 
 def route(
-    logits: Tensor, bias: Tensor, image_bias: Tensor | None, is_image: Tensor | None, *, top_k: int, scaling: float
+    logits: Tensor,
+    bias: Tensor,
+    image_bias: Tensor | None,
+    is_image: Tensor | None,
+    *,
+    top_k: int,
+    scaling: float,
+    placed: Placed | None = None,
 ) -> Routes:
     """Choose by biased affinity, weigh by the affinity itself; of equal ones the lower expert first.
 
     logits: [tokens, experts] fp32, contiguous.  bias, image_bias: [experts] fp32.  is_image: [tokens] bool; None =
-    none.  Experts come as int32.
+    none.  Experts come as int32; where they are placed, as what they are here.
     """
     tokens, experts = logits.shape
     check(logits.dtype == torch.float32 and logits.is_contiguous(), "logits are fp32, end to end")
@@ -37,7 +62,7 @@ def route(
         if is_image is not None and image_bias is not None:
             biases = torch.where(is_image.unsqueeze(1), image_bias, bias)
         routes = route_twin(logits, biases, top_k=top_k, scaling=scaling)
-        return Routes(routes.experts.int(), routes.weights)
+        return Routes(_placed_twin(routes.experts, placed), routes.weights)
     chosen = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
     has_images = is_image is not None and image_bias is not None
@@ -46,6 +71,8 @@ def route(
         bias,
         image_bias if has_images else bias,
         is_image if has_images else bias,
+        None if placed is None else placed.rows,
+        None if placed is None else placed.lines,
         chosen,
         weights,
         scaling,
@@ -54,9 +81,20 @@ def route(
         TOP=top_k,
         SLOTS=power_of_two(top_k),
         IMAGES=has_images,
+        PLACED=placed is not None,
+        MAPPED=placed is not None and placed.rows is not None,
         num_warps=1,
+        **early(logits),
     )
     return Routes(chosen, weights)
+
+
+def _placed_twin(experts: Tensor, placed: Placed | None) -> Tensor:
+    here = experts.int()
+    if placed is None:
+        return here
+    here = here if placed.rows is None else placed.rows[experts.long()]
+    return torch.where(placed.lines[:, None] >= 0, here, -1)
 
 
 def group(experts: Tensor, *, num_experts: int, first_expert: int = 0) -> Groups:
@@ -65,27 +103,41 @@ def group(experts: Tensor, *, num_experts: int, first_expert: int = 0) -> Groups
     experts: [tokens, top_k] int32.  first_expert: of num_experts that are here; pairs of others, and padding (-1),
     stand behind the last expert's end.
     """
-    flat = experts.reshape(-1)
+    flat, top_k, slots = experts.reshape(-1), experts.shape[1], experts.numel()
     check(flat.dtype == torch.int32, "experts are int32")
-    top_k, slots = experts.shape[1], len(flat)
     if not runs_kernels(experts):
-        local = flat.long() - first_expert
-        local = torch.where((local >= 0) & (local < num_experts), local, num_experts)
-        order = torch.sort(local, stable=True).indices.int()
-        counts = torch.bincount(local, minlength=num_experts + 1)[:num_experts]
-        places = torch.empty_like(order)
-        places[order.long()] = torch.arange(slots, dtype=torch.int32, device=order.device)
-        return Groups(counts.cumsum(0).int(), order // top_k, order, places)
+        return _group_twin(flat, num_experts, first_expert, top_k)
     device, block = experts.device, power_of_two(num_experts + 1)
+    order, sources, places = (torch.empty(slots, dtype=torch.int32, device=device) for _ in range(3))
+    ends = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
+    made = Groups(ends[:num_experts], sources, order, places)
+    if FEWER_LAUNCHES and slots <= _MOST_AT_ONCE and num_experts <= _MOST_EXPERTS:
+        _sort(flat, ends, made, first_expert, num_experts, top_k)
+        return made
     chunks = tiles(slots, CHUNK)
     counts = torch.empty(chunks, block, dtype=torch.int32, device=device)
-    ranks, order, sources, places = (torch.empty(slots, dtype=torch.int32, device=device) for _ in range(4))
-    ends = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
+    ranks = torch.empty(slots, dtype=torch.int32, device=device)
     _count_kernel[(chunks,)](
-        flat, ranks, counts, slots, first_expert, EXPERTS=num_experts, BLOCK=block, SLOTS=CHUNK, num_warps=8
+        flat,
+        ranks,
+        counts,
+        slots,
+        first_expert,
+        EXPERTS=num_experts,
+        BLOCK=block,
+        SLOTS=CHUNK,
+        num_warps=8,
+        **early(flat),
     )
     _prefix_kernel[(1,)](
-        counts, ends, chunks, EXPERTS=num_experts, BLOCK=block, STEP=max(min(8192 // block, 64), 1), num_warps=8
+        counts,
+        ends,
+        chunks,
+        EXPERTS=num_experts,
+        BLOCK=block,
+        STEP=max(min(8192 // block, 64), 1),
+        num_warps=8,
+        **early(flat),
     )
     _place_kernel[(chunks,)](
         flat,
@@ -102,8 +154,39 @@ def group(experts: Tensor, *, num_experts: int, first_expert: int = 0) -> Groups
         SLOTS=CHUNK,
         TOP=top_k,
         num_warps=4,
+        **early(flat),
     )
-    return Groups(ends[:num_experts], sources, order, places)
+    return made
+
+
+def _group_twin(flat: Tensor, num_experts: int, first_expert: int, top_k: int) -> Groups:
+    local = flat.long() - first_expert
+    local = torch.where((local >= 0) & (local < num_experts), local, num_experts)
+    order = torch.sort(local, stable=True).indices.int()
+    counts = torch.bincount(local, minlength=num_experts + 1)[:num_experts]
+    places = torch.empty_like(order)
+    places[order.long()] = torch.arange(len(flat), dtype=torch.int32, device=order.device)
+    return Groups(counts.cumsum(0).int(), order // top_k, order, places)
+
+
+def _sort(flat: Tensor, ends: Tensor, made: Groups, first_expert: int, num_experts: int, top_k: int) -> None:
+    """Write groups by one program."""
+    slots = len(flat)
+    _sort_kernel[(1,)](
+        flat,
+        ends,
+        made.targets,
+        made.sources,
+        made.places,
+        slots,
+        first_expert,
+        EXPERTS=num_experts,
+        BLOCK=power_of_two(num_experts + 1),
+        SLOTS=power_of_two(slots),
+        TOP=top_k,
+        num_warps=16,
+        **early(flat),
+    )
 
 
 def combine(
@@ -146,6 +229,7 @@ def combine(
         PLACED=places is not None,
         BLOCK=block,
         num_warps=4,
+        **early(by_slot),
     )
     return out
 
@@ -156,6 +240,8 @@ def _route_kernel(
     bias: tl.tensor,
     image_bias: tl.tensor,
     is_image: tl.tensor,
+    rows: tl.tensor,
+    lines: tl.tensor,
     chosen: tl.tensor,
     weights: tl.tensor,
     scaling: tl.tensor,
@@ -164,7 +250,11 @@ def _route_kernel(
     TOP: tl.constexpr,
     SLOTS: tl.constexpr,
     IMAGES: tl.constexpr,
+    PLACED: tl.constexpr,
+    MAPPED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
+    wait_for_earlier(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
     known = expert < EXPERTS
@@ -197,6 +287,10 @@ def _route_kernel(
         own = tl.where(slot == turn, taken, own)
         total += taken
         biased = tl.where(expert == best, float("-inf"), biased)
+    if MAPPED:
+        experts = tl.load(rows + experts)
+    if PLACED:
+        experts = tl.where(tl.load(lines + token) >= 0, experts, -1)
     tl.store(chosen + token * TOP + slot, experts, mask=slot < TOP)
     shares = tl.div_rn(own, tl.zeros((SLOTS,), tl.float32) + (total + 1e-20))
     tl.store(weights + token * TOP + slot, shares * scaling, mask=slot < TOP)
@@ -218,7 +312,9 @@ def _count_kernel(
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
     SLOTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
+    wait_for_earlier(OVERLAP)
     chunk = tl.program_id(0)
     slot = chunk * SLOTS + tl.arange(0, SLOTS)
     local = _local(flat, slot, slots, first, EXPERTS)
@@ -240,8 +336,10 @@ def _prefix_kernel(
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """Counts become how many slots of an expert stand in earlier chunks."""
+    wait_for_earlier(OVERLAP)
     index = tl.arange(0, BLOCK)
     step = tl.arange(0, STEP)
     total = tl.zeros((BLOCK,), tl.int32)
@@ -270,7 +368,9 @@ def _place_kernel(
     BLOCK: tl.constexpr,
     SLOTS: tl.constexpr,
     TOP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
+    wait_for_earlier(OVERLAP)
     chunk = tl.program_id(0)
     slot = chunk * SLOTS + tl.arange(0, SLOTS)
     is_real = slot < slots
@@ -279,6 +379,37 @@ def _place_kernel(
         counts + chunk * BLOCK + local, mask=is_real, other=0
     )
     place += tl.load(ends + local - 1, mask=is_real & (local > 0), other=0)
+    tl.store(order + place, slot, mask=is_real)
+    tl.store(sources + place, slot // TOP, mask=is_real)
+    tl.store(places + slot, place, mask=is_real)
+
+
+@triton.jit
+def _sort_kernel(
+    flat: tl.tensor,
+    ends: tl.tensor,
+    order: tl.tensor,
+    sources: tl.tensor,
+    places: tl.tensor,
+    slots: tl.tensor,
+    first: tl.tensor,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    TOP: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """All of it by one program."""
+    wait_for_earlier(OVERLAP)
+    slot, index = tl.arange(0, SLOTS), tl.arange(0, BLOCK)
+    is_real = slot < slots
+    local = _local(flat, slot, slots, first, EXPERTS)
+    hits = ((local[:, None] == index[None, :]) & is_real[:, None]).to(tl.int32)
+    total = tl.sum(hits, axis=0)
+    end = tl.cumsum(total, axis=0)
+    before = tl.cumsum(hits, axis=0) - hits + (end - total)[None, :]
+    place = tl.sum(hits * before, axis=1)
+    tl.store(ends + index, end, mask=index <= EXPERTS)
     tl.store(order + place, slot, mask=is_real)
     tl.store(sources + place, slot // TOP, mask=is_real)
     tl.store(places + slot, place, mask=is_real)
@@ -297,7 +428,9 @@ def _combine_kernel(
     MASKED: tl.constexpr,
     PLACED: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
+    wait_for_earlier(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mine = column < HIDDEN

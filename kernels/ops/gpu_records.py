@@ -30,6 +30,7 @@ from kernels.ops.gpu_formats import (
     power,
 )
 from kernels.ops.gpu_launch import check, runs_kernels
+from kernels.ops.gpu_overlap import early, wait_for_earlier
 from kernels.ops.gpu_quant import norm_twin
 from kernels.ops.quant import IndexFp4, MainFp4, WindowFp8
 from kernels.ops.rope import rotate_last
@@ -80,6 +81,7 @@ def window_records(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, *, eps: 
         PAIRS=cos.shape[1],
         RECORD=codec.record_bytes,
         num_warps=2,
+        **early(x),
     )
     return out
 
@@ -108,6 +110,7 @@ def store_ring(records: Tensor, ring: Section, tokens: Tensor, slots: Tensor, pl
             RECORD=ring.record_bytes // size,
             BLOCK=triton.next_power_of_2(ring.record_bytes // size),
             num_warps=1,
+            **early(records),
         )
 
 
@@ -155,6 +158,7 @@ def compress_entries(
             SIZE=size,
             PAIRED=ring is not None,
             num_warps=2,
+            **early(projected),
         )
     return out
 
@@ -183,6 +187,7 @@ def store_main(latents: Tensor, cos: Tensor, sin: Tensor, main: Section, blocks:
             PAIRS=cos.shape[1],
             RECORD=main.record_bytes,
             num_warps=2,
+            **early(latents),
         )
 
 
@@ -225,6 +230,7 @@ def store_index(
             SIZE=size,
             PAIRS=cos.shape[1],
             num_warps=1,
+            **early(x),
         )
 
 
@@ -240,7 +246,7 @@ def index_queries(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         turned = rotate_last(x.float(), cos, sin).bfloat16().float()
         return codec.decode(codec.encode(turned.view(-1, size))).view(x.shape).bfloat16()
     out = torch.empty_like(x)
-    _query_kernel[(tokens, heads)](x, cos, sin, out, SIZE=size, PAIRS=cos.shape[1], num_warps=1)
+    _query_kernel[(tokens, heads)](x, cos, sin, out, SIZE=size, PAIRS=cos.shape[1], num_warps=1, **early(x))
     return out
 
 
@@ -274,7 +280,9 @@ def _window_kernel(
     SIZE: tl.constexpr,
     PAIRS: tl.constexpr,
     RECORD: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
+    wait_for_earlier(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     HALF: tl.constexpr = SIZE // 2
     GROUPS: tl.constexpr = SIZE // 32
@@ -305,7 +313,9 @@ def _ring_kernel(
     offset: tl.tensor,
     RECORD: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
+    wait_for_earlier(OVERLAP)
     index = tl.program_id(0)
     slot = tl.load(slots + index)
     unit = tl.arange(0, BLOCK)
@@ -329,7 +339,9 @@ def _compress_kernel(
     offset: tl.tensor,
     SIZE: tl.constexpr,
     PAIRED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
+    wait_for_earlier(OVERLAP)
     entry = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, SIZE)
     if PAIRED:
@@ -368,7 +380,9 @@ def _main_kernel(
     SIZE: tl.constexpr,
     PAIRS: tl.constexpr,
     RECORD: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
+    wait_for_earlier(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     HALF: tl.constexpr = SIZE // 2
     GROUPS: tl.constexpr = SIZE // 16
@@ -403,7 +417,9 @@ def _index_kernel(
     eps: tl.tensor,
     SIZE: tl.constexpr,
     PAIRS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
+    wait_for_earlier(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     HALF: tl.constexpr = SIZE // 2
     GROUPS: tl.constexpr = SIZE // 32
@@ -428,8 +444,15 @@ def _index_kernel(
 
 @triton.jit
 def _query_kernel(
-    x: tl.tensor, cos: tl.tensor, sin: tl.tensor, out: tl.tensor, SIZE: tl.constexpr, PAIRS: tl.constexpr
+    x: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    out: tl.tensor,
+    SIZE: tl.constexpr,
+    PAIRS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
+    wait_for_earlier(OVERLAP)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     HALF: tl.constexpr = SIZE // 2
     GROUPS: tl.constexpr = SIZE // 32

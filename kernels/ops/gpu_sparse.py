@@ -33,12 +33,17 @@ from kernels.ops.gpu_formats import (
     low_bf16,
     power,
 )
+from kernels.ops.gpu_fp8 import SpanRows, span_rows
+from kernels.ops.gpu_grouped import Groups
 from kernels.ops.gpu_launch import INTERPRETED, check, power_of_two, runs_kernels, tiles
 from kernels.ops.gpu_records import Section
 from kernels.ops.quant import MainFp4, WindowFp8, fp8_round_trip
 from kernels.ops.rope import rotate_last
 from kernels.ops.sparse import attend as attend_twin
 
+RESTATES = False
+"""Whether what leaves V4.1's attention is restated by the attention itself. Off until a step has been timed with it on
+a GPU."""
 LEAST_HEADS = 16
 """Rows of the smallest matrix product."""
 
@@ -97,13 +102,58 @@ def attend(
 
     cos, sin: [tokens, pairs] fp32.  own: [step's tokens, record bytes] uint8, window records.  sinks: [heads] fp32.
     """
-    heads, size = queries.shape[1:]
-    check(queries.dtype == torch.bfloat16 and queries.is_contiguous(), "queries are bf16, end to end")
-    check(size % 64 == 0 and power_of_two(size) == size, "a head's size is a power of two, 64 at least")
-    check(own.is_contiguous() and own.shape[1] == ring.record_bytes, "the step's records are the ring's")
+    _check(queries, own, ring)
     if not runs_kernels(queries):
         return _twin(queries, cos, sin, own, ring, windows, chosen, sinks, scale=scale)
     out = torch.empty_like(queries)
+    _launch(queries, (cos, sin), own, ring, windows, chosen, sinks, scale, out, None, 0)
+    return out
+
+
+def attend_groups(
+    queries: Tensor, cos: Tensor, sin: Tensor, own: Tensor, ring: Section, windows: Windows, chosen: Chosen | None,
+    sinks: Tensor, groups: Groups, *, scale: float, span: int,
+) -> SpanRows:  # fmt: skip
+    """The same, restated for the products of groups of heads: [groups * tokens, a group's heads * size] e4m3.
+
+    groups: of the rows of [tokens, groups], one group after the other.  span: columns under one scale.
+    """
+    tokens, heads, size = queries.shape
+    per_group = heads // len(groups.ends)
+    fits = span == gpu_sparse_hopper.SPAN and runs_kernels(queries) and _fits_hopper(queries, windows.window_tokens)
+    if not fits:
+        made = attend(queries, cos, sin, own, ring, windows, chosen, sinks, scale=scale)
+        return span_rows(made.view(-1, per_group * size), groups.sources, span=span)
+    _check(queries, own, ring)
+    rows = tokens * len(groups.ends)
+    out = torch.empty(rows, per_group * size, dtype=torch.uint8, device=queries.device)
+    scales = torch.empty(per_group * size // span, rows, dtype=torch.float32, device=queries.device)
+    _launch(queries, (cos, sin), own, ring, windows, chosen, sinks, scale, out.view(torch.int16), scales, per_group)
+    return SpanRows(out.view(torch.float8_e4m3fn), scales)
+
+
+def _check(queries: Tensor, own: Tensor, ring: Section) -> None:
+    size = queries.shape[2]
+    check(queries.dtype == torch.bfloat16 and queries.is_contiguous(), "queries are bf16, end to end")
+    check(size % 64 == 0 and power_of_two(size) == size, "a head's size is a power of two, 64 at least")
+    check(own.is_contiguous() and own.shape[1] == ring.record_bytes, "the step's records are the ring's")
+
+
+def _launch(
+    queries: Tensor,
+    turn: tuple[Tensor, Tensor],
+    own: Tensor,
+    ring: Section,
+    windows: Windows,
+    chosen: Chosen | None,
+    sinks: Tensor,
+    scale: float,
+    out: Tensor,
+    spans: Tensor | None,
+    per_group: int,
+) -> None:
+    """spans, per_group: of Hopper's kernel alone."""
+    heads, size = queries.shape[1:]
     main = ring if chosen is None else chosen.main
     where, counts = (windows.slots, windows.slots) if chosen is None else (chosen.where, chosen.counts)
     # By the model's shape alone: one kernel for decode and prefill and any number of rows, so bits stay a token's own.
@@ -111,10 +161,10 @@ def attend(
     kernel, cut = (gpu_sparse_hopper.attend_kernel, HOPPER) if by_hopper else (_attend_kernel, CUT)
     # Older keys than the window's are hidden by `lowest`: whole turns look back a little further.
     reach = tiles(windows.window_tokens, cut.keys) * cut.keys if by_hopper else windows.window_tokens
+    groups = (spans, None if spans is None else spans.shape[1]) if by_hopper else ()
     kernel[(len(queries),)](
         queries.view(torch.int32),
-        cos,
-        sin,
+        *turn,
         own,
         ring.pool,
         windows.positions,
@@ -126,16 +176,17 @@ def attend(
         counts,
         main.pool,
         sinks,
-        out.view(torch.int32),
+        out if per_group else out.view(torch.int32),
         scale,
         ring.pool.shape[1],
         ring.offset,
         main.pool.shape[1],
         main.offset,
+        *groups,
         HEADS=heads,
         ROWS=max(power_of_two(heads), LEAST_HEADS),
         SIZE=size,
-        PAIRS=cos.shape[1],
+        PAIRS=turn[0].shape[1],
         WINDOW=reach,
         RING=windows.ring_tokens,
         WINDOW_RECORD=ring.record_bytes,
@@ -143,10 +194,10 @@ def attend(
         PER_BLOCK=1 if chosen is None else chosen.entries_per_block,
         MAIN_RECORD=main.record_bytes,
         KEYS=cut.keys,
+        **({"PER_GROUP": per_group} if by_hopper else {}),
         num_warps=cut.warps,
         num_stages=cut.stages,
     )
-    return out
 
 
 def _fits_hopper(queries: Tensor, window: int) -> bool:

@@ -17,6 +17,8 @@ from kernels.ops.gpu_words import e2m1_words, e4m3_words
 
 ROWS, SIZE, KEYS, WARPS = 64, 512, 64, 8
 """Heads and their size that the kernel is made for, keys a turn, and its warps."""
+SPAN = 256
+"""Columns of what it leaves restated under one scale: two chunks of pairs."""
 LOG2E = gl.constexpr(1.4426950408889634)
 
 
@@ -164,6 +166,60 @@ def _weigh(
 
 
 @gluon.jit
+def _ratio(largest: gl.tensor) -> gl.tensor:
+    return gl.div_rn(gl.maximum(largest, 1e-4), gl.full_like(largest, 448.0))
+
+
+@gluon.jit
+def _largest(low: gl.tensor, high: gl.tensor) -> gl.tensor:
+    return gl.max(gl.maximum(gl.abs(low), gl.abs(high)), axis=1)
+
+
+@gluon.jit
+def _e4m3_pairs(low: gl.tensor, high: gl.tensor) -> gl.tensor:
+    """Two e4m3 in an int16."""
+    first = low.to(gl.float8e4nv).to(gl.uint8, bitcast=True).to(gl.int16)
+    then = high.to(gl.float8e4nv).to(gl.uint8, bitcast=True).to(gl.int16)
+    return first | (then << 8)
+
+
+@gluon.jit
+def _left(
+    summed: gl.shared_memory_descriptor,
+    cos: gl.tensor,
+    sin: gl.tensor,
+    token: gl.tensor,
+    chunk: gl.constexpr,
+    ROWS: gl.constexpr,
+    HALF: gl.constexpr,
+    PAIRS: gl.constexpr,
+    CHUNK: gl.constexpr,
+    TURN: gl.constexpr,
+) -> gl.tuple:
+    """Some columns of the outcome, turned back and rounded to fp8: even and odd ones, fp32."""
+    pair = chunk * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(0, TURN))
+    even = summed.slice(chunk * CHUNK, CHUNK, dim=1).load(TURN).to(gl.float32)
+    odd = summed.slice(HALF + chunk * CHUNK, CHUNK, dim=1).load(TURN).to(gl.float32)
+    if (chunk + 1) * CHUNK > HALF - PAIRS:
+        turns = pair >= HALF - PAIRS
+        c = gl.load(cos + token * PAIRS + pair - (HALF - PAIRS), mask=turns, other=1.0)[None, :]
+        s = gl.load(sin + token * PAIRS + pair - (HALF - PAIRS), mask=turns, other=0.0)[None, :]
+        back_even = _bf16(even * c + odd * s)
+        back_odd = _bf16(odd * c - even * s)
+    else:
+        back_even, back_odd = even, odd
+    highest = gl.maximum(gl.abs(back_even), gl.abs(back_odd)).reshape([ROWS, CHUNK // 16, 16])
+    ratio = _ratio(gl.max(highest, axis=2))
+    factor = _power((ratio.to(gl.int32, bitcast=True) + 0x7FFFFF) >> 23)
+    factor = gl.expand_dims(factor, 2).broadcast_to([ROWS, CHUNK // 16, 16]).reshape([ROWS, CHUNK])
+    factor = gl.convert_layout(factor, TURN)
+    inverse = (0x7F000000 - factor.to(gl.int32, bitcast=True)).to(gl.float32, bitcast=True)
+    low = (back_even * inverse).to(gl.float8e4nv).to(gl.float32) * factor
+    high = (back_odd * inverse).to(gl.float8e4nv).to(gl.float32) * factor
+    return low, high
+
+
+@gluon.jit
 def attend_kernel(  # noqa: C901, PLR0912, PLR0915 - one pass over the keys
     queries: gl.tensor,
     cos: gl.tensor,
@@ -185,6 +241,8 @@ def attend_kernel(  # noqa: C901, PLR0912, PLR0915 - one pass over the keys
     ring_offset: gl.tensor,
     main_stride: gl.tensor,
     main_offset: gl.tensor,
+    spans: gl.tensor,
+    rows: gl.tensor,
     HEADS: gl.constexpr,
     ROWS: gl.constexpr,
     SIZE: gl.constexpr,
@@ -196,7 +254,9 @@ def attend_kernel(  # noqa: C901, PLR0912, PLR0915 - one pass over the keys
     PER_BLOCK: gl.constexpr,
     MAIN_RECORD: gl.constexpr,
     KEYS: gl.constexpr,
+    PER_GROUP: gl.constexpr,
 ) -> None:
+    """PER_GROUP: 0, or heads of a group: `out` is then e4m3, group after group, under a scale for 256 columns."""
     gl.static_assert(KEYS == 64 and ROWS == 64 and HEADS == ROWS)
     gl.static_assert(WINDOW % KEYS == 0 and WINDOW >= 2 * KEYS)
     HALF: gl.constexpr = SIZE // 2
@@ -354,24 +414,20 @@ def attend_kernel(  # noqa: C901, PLR0912, PLR0915 - one pass over the keys
     q_smem.store((acc / gl.convert_layout(gl.sum(total, axis=1), ROWS_ACC)[:, None]).to(gl.bfloat16))
     for chunk in gl.static_range(HALF // CHUNK):
         pair = chunk * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(0, TURN))
-        even = q_smem.slice(chunk * CHUNK, CHUNK, dim=1).load(TURN).to(gl.float32)
-        odd = q_smem.slice(HALF + chunk * CHUNK, CHUNK, dim=1).load(TURN).to(gl.float32)
-        if (chunk + 1) * CHUNK > HALF - PAIRS:
-            turns = pair >= HALF - PAIRS
-            c = gl.load(cos + token * PAIRS + pair - (HALF - PAIRS), mask=turns, other=1.0)[None, :]
-            s = gl.load(sin + token * PAIRS + pair - (HALF - PAIRS), mask=turns, other=0.0)[None, :]
-            back_even = _bf16(even * c + odd * s)
-            back_odd = _bf16(odd * c - even * s)
+        low, high = _left(q_smem, cos, sin, token, chunk, ROWS, HALF, PAIRS, CHUNK, TURN)
+        if PER_GROUP == 0:
+            packed = (low.to(gl.uint32, bitcast=True) >> 16) | (high.to(gl.uint32, bitcast=True) & 0xFFFF0000)
+            gl.store(out + (token * HEADS + head[:, None]) * HALF + pair[None, :], packed.to(gl.int32, bitcast=True))
+        elif chunk % 2 == 0:
+            low_before, high_before = low, high
         else:
-            back_even, back_odd = even, odd
-        highest = gl.maximum(gl.abs(back_even), gl.abs(back_odd)).reshape([ROWS, CHUNK // 16, 16])
-        highest = gl.max(highest, axis=2)
-        ratio = gl.div_rn(gl.maximum(highest, 1e-4), gl.full_like(highest, 448.0))
-        factor = _power((ratio.to(gl.int32, bitcast=True) + 0x7FFFFF) >> 23)
-        factor = gl.expand_dims(factor, 2).broadcast_to([ROWS, CHUNK // 16, 16]).reshape([ROWS, CHUNK])
-        factor = gl.convert_layout(factor, TURN)
-        inverse = (0x7F000000 - factor.to(gl.int32, bitcast=True)).to(gl.float32, bitcast=True)
-        low = (back_even * inverse).to(gl.float8e4nv).to(gl.float32) * factor
-        high = (back_odd * inverse).to(gl.float8e4nv).to(gl.float32) * factor
-        packed = (low.to(gl.uint32, bitcast=True) >> 16) | (high.to(gl.uint32, bitcast=True) & 0xFFFF0000)
-        gl.store(out + (token * HEADS + head[:, None]) * HALF + pair[None, :], packed.to(gl.int32, bitcast=True))
+            largest = gl.maximum(_largest(low_before, high_before), _largest(low, high))
+            exponent = (_ratio(largest).to(gl.int32, bitcast=True) + 0x7FFFFF) >> 23
+            inverse = _power(254 - exponent)[:, None]
+            row = head // PER_GROUP * (rows // (HEADS // PER_GROUP)) + token
+            inside = head % PER_GROUP
+            place = out + row.to(gl.int64)[:, None] * (PER_GROUP * HALF) + inside[:, None] * HALF + pair[None, :]
+            gl.store(place - CHUNK, _e4m3_pairs(low_before * inverse, high_before * inverse))
+            gl.store(place, _e4m3_pairs(low * inverse, high * inverse))
+            span = inside * (HALF // (2 * CHUNK)) + chunk // 2
+            gl.store(spans + span * rows + row, _power(exponent))

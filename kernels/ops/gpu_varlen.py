@@ -1,8 +1,8 @@
 """Which token of a verification step belongs to which sequence, and at which position, without asking the host?
 
 Sequences verify different numbers of drafts, so a step's tokens lie end to end and a graph has room for a fixed number
-of them. The host planned the step before it knew how many drafts of the step before were accepted; the device knows,
-and moves every position back by what was rejected.
+of them. The host planned the step before it knew how many drafts of the step before were accepted; `gpu_step.move_back`
+has set the ends right on the device before they come here.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
@@ -40,21 +40,17 @@ def lay_out(
     *,
     num_tokens: int,
     tile_tokens: int,
-    rejected: Tensor | None = None,
-    earlier: Tensor | None = None,
 ) -> Layout:
     """Lay a step's sequences end to end.
 
     counts: [sequences] int32 tokens of each in this step, together at most num_tokens.  ends: [sequences] int32
-    position after each one's last token, as planned.  rejected: [sequences of the step before] int32, drafts planned as
-    accepted that were not; earlier: [sequences] int32, each one's index there, -1 for a new one.
+    position after each one's last token.
     """
     sequences = len(counts)
     check(counts.dtype == ends.dtype == torch.int32, "counts and ends are int32")
-    check((rejected is None) == (earlier is None), "rejected drafts come with their sequences' indices")
     most = sequences + tiles(num_tokens, tile_tokens)
     if not runs_kernels(counts):
-        return _twin(counts, ends, num_tokens, tile_tokens, most, rejected, earlier)
+        return _twin(counts, ends, num_tokens, tile_tokens, most)
     device = counts.device
     spans = torch.empty(num_tokens, dtype=torch.int32, device=device)
     positions, begins, starts = (torch.empty(num_tokens, dtype=torch.int64, device=device) for _ in range(3))
@@ -62,8 +58,6 @@ def lay_out(
     _layout_kernel[(sequences + 1,)](
         counts,
         ends,
-        counts if rejected is None else rejected,
-        counts if earlier is None else earlier,
         spans,
         positions,
         begins,
@@ -72,7 +66,6 @@ def lay_out(
         sequences,
         num_tokens,
         most,
-        CORRECTED=rejected is not None,
         BLOCK=power_of_two(sequences),
         TILE=tile_tokens,
         STEP=32,
@@ -87,17 +80,12 @@ def _twin(
     num_tokens: int,
     tile_tokens: int,
     most: int,
-    rejected: Tensor | None,
-    earlier: Tensor | None,
 ) -> Layout:
     spans = torch.full((num_tokens,), -1, dtype=torch.int32)
     positions, begins = (torch.zeros(num_tokens, dtype=torch.int64) for _ in range(2))
     starts = torch.arange(num_tokens)
     table, start = [], 0
-    for sequence, (count, planned) in enumerate(zip(counts.tolist(), ends.tolist(), strict=True)):
-        end = planned
-        if rejected is not None and earlier is not None and earlier[sequence] >= 0:
-            end -= int(rejected[earlier[sequence]])
+    for sequence, (count, end) in enumerate(zip(counts.tolist(), ends.tolist(), strict=True)):
         mine = slice(start, start + count)
         spans[mine], begins[mine], starts[mine] = sequence, end - count, start
         positions[mine] = torch.arange(end - count, end)
@@ -111,8 +99,6 @@ def _twin(
 def _layout_kernel(
     counts: tl.tensor,
     ends: tl.tensor,
-    rejected: tl.tensor,
-    earlier: tl.tensor,
     spans: tl.tensor,
     positions: tl.tensor,
     begins: tl.tensor,
@@ -121,7 +107,6 @@ def _layout_kernel(
     sequences: tl.tensor,
     num_tokens: tl.tensor,
     most: tl.tensor,
-    CORRECTED: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     STEP: tl.constexpr,
@@ -134,9 +119,6 @@ def _layout_kernel(
     is_real = sequence < sequences
     count = tl.load(counts + sequence, mask=is_real, other=0)
     end = tl.load(ends + sequence, mask=is_real, other=0)
-    if CORRECTED:
-        origin = tl.load(earlier + sequence, mask=is_real, other=-1)
-        end -= tl.load(rejected + origin, mask=origin >= 0, other=0)
     begin = (end - count).to(tl.int64)
     span = tl.where(is_real, sequence, -1)
     stop = tl.where(is_real, start + count, num_tokens)

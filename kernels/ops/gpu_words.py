@@ -84,3 +84,35 @@ def e4m3_words(four: gl.tensor, scale: gl.tensor) -> gl.tuple:
         is_pure=True,
         pack=1,
     )
+
+
+@gluon.jit
+def e2m1_bytes(four: gl.tensor, low: gl.tensor, high: gl.tensor) -> gl.tuple:
+    """Four bytes, eight e2m1, as e4m3: values 0 to 3 in one int32, 4 to 7 in another.
+
+    low, high: e4m3 bytes of the magnitudes 0, 1/2, 1, 3/2 and 2, 3, 4, 6 under the values' scale.
+    """
+    return gl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 a, b, s, m;
+        mov.b32 m, 0x80808080;
+        shr.u32 b, $2, 16;
+        and.b32 a, $2, 0x7777;
+        prmt.b32 a, $3, $4, a;
+        prmt.b32 s, m, m, $2;
+        shl.b32 s, s, 7;
+        lop3.b32 $0, s, m, a, 0xEA;
+        and.b32 a, b, 0x7777;
+        prmt.b32 a, $3, $4, a;
+        prmt.b32 s, m, m, b;
+        shl.b32 s, s, 7;
+        lop3.b32 $1, s, m, a, 0xEA;
+        }
+        """,
+        "=&r,=&r,r,r,r",
+        [four, low, high],
+        dtype=(gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )

@@ -117,6 +117,20 @@ def e2m1_words(four, scale):
     return tuple(pair(values[low], values[low + 2], scale) for low in (0, 4, 1, 5))
 
 
+def e2m1_bytes(four, low, high):
+    """As the kernels' PTX: e4m3 bytes that nibbles choose, those of values 0 to 3, then 4 to 7."""
+    both = (low.long() & 0xFFFFFFFF) | (high.long() << 32)
+    made = []
+    for first in (0, 16):
+        word = torch.zeros_like(both)
+        for at in range(4):
+            nibble = (four.long() >> (first + 4 * at)) & 15
+            byte = ((both >> (8 * (nibble & 7))) & 255) | ((nibble & 8) << 4)
+            word |= byte << (8 * at)
+        made.append(valued(word.to(torch.int32)))
+    return tuple(made)
+
+
 def e4m3_words(four, scale):
     """Likewise: bytes 0 and 2, then 1 and 3."""
     parts = [((four >> shift) & 255).to(torch.uint8).view(torch.float8_e4m3fn).float() for shift in range(0, 32, 8)]
@@ -152,7 +166,12 @@ class Machine:
         assert torch.equal(found, mask), "an access beside every argument"
 
     def load(self, at, mask=True, other=0):
-        got = torch.full(torch.broadcast_shapes(at.address.shape, torch.as_tensor(mask).shape), other, dtype=at.dtype)
+        shape = torch.broadcast_shapes(at.address.shape, torch.as_tensor(mask).shape)
+        got = (
+            torch.full(shape, other, dtype=torch.float32).to(at.dtype)
+            if at.dtype.itemsize == 1 and at.dtype.is_floating_point
+            else torch.full(shape, other, dtype=at.dtype)
+        )
         for inside, memory, place in self._places(at, mask):
             got[inside] = memory[place].view(at.dtype)[:, 0]
         return valued(got)
@@ -195,7 +214,7 @@ class Machine:
             **{name: one(name) for name in ("abs", "exp2", "sum")},
             **{name: two(name) for name in ("maximum", "minimum")},
             bfloat16=torch.bfloat16, float32=torch.float32, float8e4nv=torch.float8_e4m3fn,
-            int16=torch.int16, int32=torch.int32, int64=torch.int64, uint32=UNSIGNED,
+            int16=torch.int16, int32=torch.int32, int64=torch.int64, uint8=torch.uint8, uint32=UNSIGNED,
             pointer_type=lambda dtype: dtype,
             program_id=lambda axis: valued(torch.tensor(self._program[axis], dtype=torch.int32)),
             arange=lambda start, end, layout: valued(torch.arange(start, end, dtype=torch.int32)),
@@ -212,6 +231,7 @@ class Machine:
             "fence_async_shared": lambda: None,
             "warpgroup_mma": self.multiply,
             "warpgroup_mma_wait": self.wait,
+            "e2m1_bytes": e2m1_bytes,
             "e2m1_words": e2m1_words,
             "e4m3_words": e4m3_words,
         }

@@ -106,10 +106,9 @@ def chunk(model: Shapes, tokens: int, *, kept: int) -> None:
 
 
 def layouts() -> None:
-    """A verification step's tokens, as planned and as corrected, and what passes from a step with drafts to the next."""
+    """A verification step's tokens, and what passes from a step with drafts to the next."""
     counts, ends = torch.empty(2, 64, dtype=torch.int32)
     lay_out(counts, ends, num_tokens=400, tile_tokens=4)
-    lay_out(counts, ends, num_tokens=400, tile_tokens=4, rejected=counts, earlier=ends)
     places = torch.empty(4, 1024, dtype=torch.int32)
     standing = Standing(places[0], places[1], places[2], torch.empty(1024, 3, dtype=torch.int32))
     move_back(places[3, :64], torch.empty(64, 3, dtype=torch.int32), places[0, :64], standing.rejected, standing.before)

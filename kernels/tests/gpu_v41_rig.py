@@ -1,4 +1,4 @@
-"""The tiny V4.1 as a GPU runs it, through its kernels' twins on the CPU, beside the CPU's own model in the same state."""
+"""A shallow V4.1 as a GPU runs it, through its kernels' twins on the CPU, beside the CPU's own model in the same state."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ from kernels.models.gpu.v41.opened import OpenedGpuV41
 from kernels.models.gpu.v41.step import State, Step
 from kernels.ops.gpu_launch import interpreted, runs_kernels
 from kernels.ops.hyper import Coefficients
-from kernels.tests.golden_files import tiny_v41
+from kernels.tests.shallow_v41 import shallow_v41
 from kernels.tests.v41_rig import BLOCKS_EACH, WINDOWS, Watcher, blocks_of, model_of, run, start
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+PLAIN = "shallow quant"
+"""The CPU's own model."""
 SAME, SAME_BYTES = 0.08, 0.97
 """Of values and of records. Sums made in another order round the other way now and then, and a tie chooses another entry;
 a step is therefore compared layer by layer, each on the CPU's own streams, so that no flip is handed on."""
@@ -35,7 +37,7 @@ def gpu_model() -> GpuV41:
 
 
 def opened() -> OpenedGpuV41:
-    return OpenedGpuV41(tiny_v41(), block_tokens=None, device=DEVICE, progress=lambda *_: None)
+    return OpenedGpuV41(shallow_v41(), block_tokens=None, device=DEVICE, progress=lambda *_: None)
 
 
 @torch.inference_mode()
@@ -43,7 +45,7 @@ def begin(*sequences: int) -> None:
     """Empty windows and blocks of some sequences, in both models."""
     model = gpu_model()
     for sequence in sequences:
-        start("quant", sequence)
+        start(PLAIN, sequence)
         model.reset_window(sequence)
         for block in blocks_of(sequence):
             model.write_block(block, bytes(model.layout.block_bytes))
@@ -57,7 +59,7 @@ def compute(*rows: Row) -> Tensor:
 
 def both(*rows: Row) -> tuple[Tensor, Tensor]:
     """Of the CPU's model, and of the GPU's, which then goes on from the CPU's state."""
-    made = run("quant", *rows), compute(*rows)
+    made = run(PLAIN, *rows), compute(*rows)
     _align(rows)
     return made
 
@@ -67,7 +69,7 @@ def _align(rows: Sequence[Row]) -> None:
     """Kernels round otherwise than the CPU, and a rare flip would be in every later step's past: take the CPU's."""
     if DEVICE.type != "cuda":
         return
-    plain, model = model_of("quant"), gpu_model()
+    plain, model = model_of(PLAIN), gpu_model()
     for row in rows:
         for block in blocks_of(row.sequence)[: -(-(row.position + len(row.token_ids)) // model.layout.block_tokens)]:
             model.write_block(block, plain.read_block(block))
@@ -147,7 +149,7 @@ def assert_same_step(*rows: Row, interpreting: bool = False) -> None:
     interpreting: by the kernels themselves, in Triton's interpreter.  On a GPU they are launched one by one.
     """
     watch, model, by_kernels = Watcher(), gpu_model(), interpreting or DEVICE.type == "cuda"
-    expected, layers = run("quant", *rows, watch=watch), model.stack.layers
+    expected, layers = run(PLAIN, *rows, watch=watch), model.stack.layers
     model.stack.layers = _led(layers, watch)
     try:
         with interpreted() if interpreting else nullcontext(), walking():
@@ -186,7 +188,7 @@ def assert_same_records(sequence: int, num_tokens: int, *, unlike: Sequence[int]
 
     unlike: layers whose records may differ; their share of a block may then, too.
     """
-    plain, model = model_of("quant"), gpu_model()
+    plain, model = model_of(PLAIN), gpu_model()
     for block in blocks_of(sequence)[: -(-num_tokens // model.layout.block_tokens)]:
         assert share(plain.read_block(block), model.read_block(block)) >= (LEAST_BYTES if unlike else SAME_BYTES), block
     for layer in range(model.info.num_layers + model.info.drafter.num_layers):
@@ -197,7 +199,7 @@ def assert_same_records(sequence: int, num_tokens: int, *, unlike: Sequence[int]
 @torch.inference_mode()
 def assert_same_ring(sequence: int, layer: int) -> None:
     """One layer's records in a window state, and what its compressor remembers if it has one."""
-    plain, model = model_of("quant"), gpu_model()
+    plain, model = model_of(PLAIN), gpu_model()
     expected, got = (each.read_window(sequence, encoder_only=False) for each in (plain, model))
     for stream in [each for each in model.layout.window_streams if each.layer == layer]:
         theirs, ours = expected[stream.offset : stream.end], got[stream.offset : stream.end]

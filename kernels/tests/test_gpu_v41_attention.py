@@ -143,18 +143,14 @@ def test_a_choice_by_maxima_is_the_choice(monkeypatch: pytest.MonkeyPatch) -> No
         assert torch.equal(expected, got), count
 
 
-@pytest.mark.parametrize("is_corrected", [True, False])
-def test_a_step_is_laid_out_without_the_host(is_corrected: bool) -> None:
-    """Sequences of 0 to 6 rows, padding behind them, and positions moved back by drafts that were rejected."""
+def test_a_step_is_laid_out_without_the_host() -> None:
+    """Sequences of 0 to 6 rows, and padding behind them."""
     counts, ends = torch.tensor([3, 1, 0, 6, 4]).int(), torch.tensor([10, 5, 9, 100, 77]).int()
-    named: dict[str, torch.Tensor] = {}
-    if is_corrected:
-        named = {"rejected": torch.tensor([2, 0, 1]).int(), "earlier": torch.tensor([1, -1, 0, 2, 0]).int()}
-    expected = lay_out(counts, ends, num_tokens=20, tile_tokens=4, **named)
+    expected = lay_out(counts, ends, num_tokens=20, tile_tokens=4)
     with interpreted():
-        got = lay_out(counts, ends, num_tokens=20, tile_tokens=4, **named)
+        got = lay_out(counts, ends, num_tokens=20, tile_tokens=4)
 
     for name in ("spans", "positions", "begins", "starts", "tiles"):
         assert torch.equal(getattr(expected, name), getattr(got, name)), name
-    assert [7, 8, 9, 4, 94 - is_corrected] == got.positions[:5].tolist()
+    assert [7, 8, 9, 4, 94] == got.positions[:5].tolist()
     assert [-1] * 6 == got.spans[14:].tolist()

@@ -16,7 +16,7 @@ from kernels.ops.quant import (
 
 pytest.importorskip("triton", reason="Triton, whose interpreter runs the kernels here, is not installed")
 
-from kernels.ops import gpu_fp8, gpu_grouped_fp8, gpu_moe
+from kernels.ops import gpu_fp8, gpu_grouped_fp8, gpu_grouped_unpack, gpu_moe
 from kernels.ops.gpu_fp8 import (
     RowScaled,
     SpanRows,
@@ -41,7 +41,7 @@ from kernels.ops.gpu_grouped_fp8 import Cut
 from kernels.ops.gpu_grouped_unpack import powers_of, unpack
 from kernels.ops.gpu_launch import interpreted
 from kernels.ops.gpu_matmul import Fp8Tile, Matrix, every_row, fp8_product, product
-from kernels.ops.gpu_moe import combine, group, route
+from kernels.ops.gpu_moe import Placed, combine, group, route
 from kernels.ops.gpu_quant import quantise_rows, round_fp8
 
 EXPERTS, TOP, TOKENS, SIZE, OUT = 3, 2, 7, 128, 64
@@ -63,26 +63,32 @@ def weights(kind: str) -> Weights:
 
 @pytest.mark.slow
 def test_tokens_are_routed_as_by_the_twin() -> None:
-    """Also where experts are equally good (the lower one first), and image tokens by their own bias."""
+    """Also where experts are equally good (the lower one first), image tokens by their own bias; some experts elsewhere."""
     logits = draw(9, 10)
     logits[3] = 0.0
     bias, image_bias = torch.tensor([0.0, 0.5] * 5), draw(10, seed=1)
     images = torch.arange(9) % 4 == 0
-    for arguments in ((logits, bias, None, None), (logits, bias, image_bias, images)):
-        expected = route(*arguments, top_k=3, scaling=1.5)
+    lines, rows = torch.arange(9).int() - 1, torch.tensor([0, -1, 1, 2, -1, 3, 4, 5, 6, -1]).int()
+    for arguments, placed in (
+        ((logits, bias, None, None), None),
+        ((logits, bias, image_bias, images), Placed(None, lines)),
+        ((logits, bias, None, None), Placed(rows, lines)),
+    ):
+        expected = route(*arguments, top_k=3, scaling=1.5, placed=placed)
         with interpreted():
-            got = route(*arguments, top_k=3, scaling=1.5)
+            got = route(*arguments, top_k=3, scaling=1.5, placed=placed)
         assert torch.equal(expected.experts, got.experts)
         torch.testing.assert_close(expected.weights, got.weights, rtol=1e-5, atol=0)
     assert [1, 3, 5] == route(logits, bias, None, None, top_k=3, scaling=1.5).experts[3].tolist()
 
 
-@pytest.mark.parametrize(("first", "here"), [(0, 10), (3, 4)])
+@pytest.mark.parametrize(("first", "here", "is_one_launch"), [(0, 10, False), (3, 4, False), (3, 4, True)])
 def test_slots_are_sorted_by_expert_in_the_order_of_tokens(
-    first: int, here: int, monkeypatch: pytest.MonkeyPatch
+    first: int, here: int, is_one_launch: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All experts, or a rank's own; padding rows stand behind the last."""
     monkeypatch.setattr(gpu_moe, "CHUNK", 16)
+    monkeypatch.setattr(gpu_moe, "FEWER_LAUNCHES", is_one_launch)
     experts = torch.randint(0, 10, (23, 3), generator=torch.Generator().manual_seed(0)).int()
     experts[5], experts[experts == 4] = -1, 6
     expected = group(experts, num_experts=here, first_expert=first)
@@ -238,13 +244,17 @@ def test_products_of_restated_values_are_as_near_as_bf16() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spread_binades", [14, 15])
-def test_fp4_is_unpacked_exactly_where_a_row_s_powers_are_near_each_other(spread_binades: int) -> None:
-    """Else it says so; the kernel writes its twin's bytes in any case."""
+def test_fp4_is_unpacked_exactly_where_a_row_s_powers_are_near_each_other(
+    spread_binades: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it says so; the kernel writes its twin's bytes in any case, also by few programs."""
     made = weights("fp4")
     made.scale[:, :, 0], made.scale[1, 5, 1] = 127, 127 - spread_binades
+    monkeypatch.setattr(gpu_grouped_unpack, "FEW_PROGRAMS", 2)
+    monkeypatch.setattr(gpu_grouped_unpack, "FEW_ROWS", 8)
     expected = unpack(made, powers_of(made))
     with interpreted():
-        got = unpack(made, powers_of(made))
+        got = unpack(made, powers_of(made), is_beside=spread_binades == 15)
 
     assert (spread_binades == 14) is powers_of(made).is_exact
     assert (spread_binades == 14) is all(torch.equal(made.dense(e), got.dense(e)) for e in range(EXPERTS))

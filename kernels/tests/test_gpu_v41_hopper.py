@@ -1,5 +1,7 @@
 """The kernels in Gluon, which no interpreter runs: their source, run in Python, against the twins."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -7,14 +9,17 @@ from kernels.ops.quant import IndexFp4, MainFp4, WindowFp8
 
 pytest.importorskip("triton", reason="Triton, in whose language the kernels are written, is not installed")
 
-from kernels.ops import gpu_index, gpu_index_hopper, gpu_sparse, gpu_sparse_hopper
+from kernels.models.gpu.v41.step import interleaved
+from kernels.ops import gpu_index, gpu_index_hopper, gpu_index_units, gpu_sparse, gpu_sparse_hopper
+from kernels.ops.gpu_fp8 import span_rows
 from kernels.ops.gpu_index import Keys, score, score_candidates
+from kernels.ops.gpu_index_units import restated_queries
 from kernels.ops.gpu_launch import interpreted
 from kernels.ops.gpu_records import Section
-from kernels.ops.gpu_sparse import Chosen, Windows, attend
+from kernels.ops.gpu_sparse import Chosen, Windows, attend, attend_groups
 from kernels.tests.gluon_alone import Launcher
 
-HEADS, HEAD, PAIRS = 64, 128, 16
+HEADS, HEAD, PAIRS = 64, 256, 16
 RING, PER_BLOCK, MOST = 134, 8, 192
 
 
@@ -56,14 +61,28 @@ def test_a_token_attends_as_by_the_twin(
     monkeypatch.setattr(gpu_sparse, "_fits_hopper", lambda *_: True)
     with interpreted():
         got = attend(*arguments, scale=HEAD**-0.5).float()
+        if is_late:  # the last part alone: its values restated, group by group
+            groups = interleaved(count, 2, torch.device("cpu"))
+            restated = attend_groups(*arguments, groups, scale=HEAD**-0.5, span=gpu_sparse_hopper.SPAN)
+            plain = span_rows(got.bfloat16().view(count * 2, -1), groups.sources, span=gpu_sparse_hopper.SPAN)
+            assert torch.equal(plain.scale, restated.scale)
+            assert torch.equal(plain.data.view(torch.uint8), restated.data.view(torch.uint8))
 
     assert (expected - got).norm() / expected.norm() < 0.015
     assert torch.equal(torch.zeros(HEADS, HEAD), got[-1])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_late", [False, True])
-def test_entries_are_scored_as_by_the_twins(is_late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kernel", "is_late"),
+    [
+        (gpu_index_hopper.score_kernel, False),
+        (gpu_index_hopper.score_kernel, True),
+        (gpu_index_units.score_kernel, True),
+    ],
+    ids=["bf16", "bf16 late", "fp8 late"],
+)
+def test_entries_are_scored_as_by_the_twins(kernel: Any, is_late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two sequences, a part of a block, candidate blocks of which some are none, programs that end beside the width."""
     heads, size, per_block = gpu_index_hopper.HEADS, gpu_index_hopper.SIZE, 16
     codec = IndexFp4(size)
@@ -80,8 +99,14 @@ def test_entries_are_scored_as_by_the_twins(is_late: bool, monkeypatch: pytest.M
     candidates = torch.arange(16).expand(7, 16).where(torch.arange(16) * 8 < seen[:, None], -1).int()
     expected = score(queries, weights, keys, tile_table, seen, width=192, block_size=8)
     scored = score_candidates(queries, weights, keys, spans, seen, candidates, block_size=8)
-    launcher = Launcher(gpu_index_hopper.score_kernel, is_late=is_late)
-    monkeypatch.setattr(gpu_index, "_way", lambda *_: (launcher, 2, {"ENTRIES": 64, "num_warps": 4}))
+    launcher = Launcher(kernel, is_late=is_late)
+    is_restated = kernel is gpu_index_units.score_kernel
+
+    def way(queries: torch.Tensor, weights: torch.Tensor, _entries: int) -> tuple[object, ...]:
+        given = restated_queries(queries, weights) if is_restated else (queries.view(torch.int32), weights)
+        return launcher, 2, given, {"ENTRIES": 64, "num_warps": 4}
+
+    monkeypatch.setattr(gpu_index, "_way", way)
     with interpreted():
         got = score(queries, weights, keys, tile_table, seen, width=192, block_size=8)
         got_scored = score_candidates(queries, weights, keys, spans, seen, candidates, block_size=8)

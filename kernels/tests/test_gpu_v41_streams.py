@@ -11,6 +11,7 @@ from kernels.tests.golden_files import golden, tiny_v41
 pytest.importorskip("triton", reason="Triton, whose interpreter runs the kernels here, is not installed")
 
 from kernels.ops import gpu_hyper
+from kernels.ops.gpu_beside import Beside
 from kernels.ops.gpu_engram import HashNumbers, add_memory, read_rows, table_rows
 from kernels.ops.gpu_hyper import MixingWeights, enter, leave, split_weight
 from kernels.ops.gpu_launch import interpreted
@@ -68,9 +69,9 @@ def test_a_sublayer_enters_and_leaves_with_the_golden_streams() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("has_output", [True, False])
-def test_streams_go_on_as_by_the_twin(has_output: bool) -> None:
-    """A hidden size that is no multiple of a slice; a token of zeros; the first layer's one-hot weights."""
+@pytest.mark.parametrize(("has_output", "is_invariant", "is_beside"), [(1, 1, 0), (0, 0, 0), (1, 0, 1)])
+def test_streams_go_on_as_by_the_twin(has_output: int, is_invariant: int, is_beside: int) -> None:
+    """A hidden size that is no multiple of a slice; a token of zeros; the first layer's one-hot weights; in two parts."""
     streams, output = draw(TOKENS, 4, HIDDEN).bfloat16(), draw(TOKENS, HIDDEN, seed=1).bfloat16()
     streams[4], output[4] = 0.0, 0.0
     made = Coefficients(first_pre(TOKENS, CPU), draw(TOKENS, 4, seed=2).abs(), draw(TOKENS, 4, 4, seed=3).abs())
@@ -79,9 +80,9 @@ def test_streams_go_on_as_by_the_twin(has_output: bool) -> None:
         1e-6, 20,
     )  # fmt: skip
     given = output if has_output else None
-    expected = enter(streams, given, made, weights)
+    expected, beside = enter(streams, given, made, weights), Beside(CPU) if is_beside else None
     with interpreted():
-        got = enter(streams, given, made, weights, is_invariant=has_output)
+        got = enter(streams, given, made, weights, is_invariant=bool(is_invariant), beside=beside)
         left = leave(streams, output, made)
 
     assert torch.equal(expected.streams, got.streams)

@@ -19,6 +19,8 @@ from kernels.models.gpu.v41.step import Products, State, interleaved
 from kernels.models.gpu.v41.tokens import Turn, Turns
 from kernels.models.gpu.v41.weights import AttentionWeights, Loader, MoeWeights
 from kernels.models.v41.config import V41Config
+from kernels.ops.gpu_beside import Beside
+from kernels.ops.gpu_fp8 import RowScaled
 from kernels.ops.gpu_hyper import MixingWeights, enter, split_weight
 from kernels.ops.gpu_records import Section, window_records
 from kernels.ops.gpu_sparse import Windows, attend
@@ -107,6 +109,9 @@ class Drafting:
     turn: Turn
     is_image: Tensor | None = None
     """None: nobody drafts images."""
+    beside: Beside | None = None
+    unpacking: Beside | None = None
+    unpacked: tuple[RowScaled, RowScaled] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.models.v41.config import V41Config
+from kernels.ops import gpu_grouped_unpack
 from kernels.ops.gpu_fp8 import RowScaled
 from kernels.ops.gpu_grouped import DEPTH, Weights, bf16_weights, fp4_weights
 from kernels.ops.gpu_grouped_unpack import Packed, powers_of, unpack
@@ -49,9 +50,9 @@ class Placement:
 
 
 def room_bytes(config: V41Config, experts_here: int) -> int:
-    """Of the memory in which a layer's fp4 experts, first one matrix of each and then the other, become e4m3."""
+    """Of the memory in which a layer's fp4 experts become e4m3: first one matrix of each, then the other, or both."""
     width = -(-config.moe.width // DEPTH) * DEPTH
-    return experts_here * 2 * width * config.hidden_size
+    return experts_here * (3 if gpu_grouped_unpack.BESIDE else 2) * width * config.hidden_size
 
 
 class ExpertLoader:
@@ -88,7 +89,9 @@ class ExpertLoader:
         if self._room is not None:
             powers = powers_of(packed_up), powers_of(packed_down)
             if all(each.is_exact for each in powers):
-                return Packed(packed_up, powers[0], self._room), Packed(packed_down, powers[1], self._room)
+                up_bytes = packed_up.experts * packed_up.out * packed_up.size
+                down_room = self._room[up_bytes:] if gpu_grouped_unpack.BESIDE else self._room
+                return Packed(packed_up, powers[0], self._room), Packed(packed_down, powers[1], down_room)
             self.packed.append(prefix)
         return packed_up, packed_down
 

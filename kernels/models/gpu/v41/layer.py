@@ -6,6 +6,8 @@ the streams, mixes them for the next and normalises, so a layer takes and leaves
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -22,16 +24,17 @@ from kernels.models.gpu.v41.weights import (
     MoeWeights,
 )
 from kernels.models.v41.config import MoeConfig, V41Config
-from kernels.ops import gpu_grouped_fp8
+from kernels.ops import gpu_grouped_fp8, gpu_moe, gpu_sparse
+from kernels.ops.gpu_beside import Beside, joined
 from kernels.ops.gpu_engram import add_memory, read_rows, table_rows
-from kernels.ops.gpu_fp8 import RowScaled, gathered, grouped_product, span_rows, swiglu_rows
+from kernels.ops.gpu_fp8 import RowScaled, SpanRows, gathered, grouped_product, span_rows, swiglu_rows
 from kernels.ops.gpu_grouped import Groups, Weights, multiply, multiply_gated
 from kernels.ops.gpu_grouped_unpack import Packed
 from kernels.ops.gpu_hyper import Entered, MixingWeights, enter, leave
-from kernels.ops.gpu_moe import combine, group, route
+from kernels.ops.gpu_moe import Placed, combine, group, route
 from kernels.ops.gpu_quant import norm_fp8
 from kernels.ops.gpu_records import compress_entries, store_index, store_main, store_ring, window_records
-from kernels.ops.gpu_sparse import attend
+from kernels.ops.gpu_sparse import attend, attend_groups
 from kernels.ops.hyper import STREAMS
 
 
@@ -63,20 +66,19 @@ class Layer:
         """Fewer tokens come out where the decoder begins."""
         if memory := self._weights.memory:
             state = self._remember(step, memory, state)
-        is_invariant = step.products.is_invariant
-        entered = enter(
-            state.streams, state.output, state.made, self._weights.attention_mixing, is_invariant=is_invariant
-        )
+        mixing, is_invariant = self._weights.attention_mixing, step.products.is_invariant
+        entered = enter(state.streams, state.output, state.made, mixing, is_invariant=is_invariant, beside=step.beside)
         if self._compressor:
             self._compressor.run(step, entered.x)
         if self._enters_decoder:
             step.enter_decoder()
             if (kept := step.laid.told.kept) is not None:
+                joined(step.beside)
                 entered = _of(entered, kept)
         if self._has_features:
             step.features.append(_mean(entered.streams[step.half.stored]))
         output = self._attend(step, entered)
-        entered = enter_experts(step.products, entered, output, self._weights.ffn_mixing)
+        entered = enter_experts(step.products, entered, output, self._weights.ffn_mixing, beside=step.beside)
         output = experts(step, self._config.moe, self._weights.moe, entered)
         return State(entered.streams, output, entered.made)
 
@@ -91,7 +93,15 @@ class Layer:
         latent, keys = self._attention.projected(step.products, entered.rounded)
         if self._indexer:
             self._indexer.run(step, entered.x, latent)
-        return self._attention.run(step, latent, keys)
+        return self._attention.run(step, latent, keys, meanwhile=partial(self._unpack, step))
+
+    def _unpack(self, step: Step) -> None:
+        """Begin to unpack the experts, where that is worth its while and has a stream and room of its own."""
+        up, down, config = self._weights.moe.up, self._weights.moe.down, self._config
+        step.unpacked, slots = None, step.half.extent.num_tokens * config.moe.top_k
+        if step.unpacking is not None and isinstance(up, Packed) and isinstance(down, Packed) and up.is_worth(slots):
+            with step.unpacking.begun():
+                step.unpacked = up.unpacked(is_beside=True), down.unpacked(is_beside=True)
 
 
 class Attention:
@@ -109,17 +119,23 @@ class Attention:
         """
         return projected(products, self._weights, rounded, eps=self._config.norm_eps)
 
-    def run(self, step: Step, latent: Rows, keys: Tensor) -> Tensor:
-        """Returns [tokens, hidden] bf16; keys go to the ring."""
+    def run(self, step: Step, latent: Rows, keys: Tensor, *, meanwhile: Callable[[], None]) -> Tensor:
+        """Returns [tokens, hidden] bf16; keys go to the ring.  meanwhile: launches what has time while it attends."""
         config, weights, half, products = self._config, self._weights, step.half, step.products
         cos, sin = half.turns[self._ratio > 0]
         own = window_records(keys, weights.kv_norm, cos, sin, eps=config.norm_eps)
         queries = products.of(latent, weights.wq_b).view(len(latent), config.num_heads, config.head_dim)
         ring, chosen = step.records.rings[self._layer], step.chosen if self._ratio else None
-        attended = attend(queries, cos, sin, own, ring, half.windows, chosen, weights.sinks, scale=self._scale)
+        meanwhile()
+        given = queries, cos, sin, own, ring, half.windows, chosen, weights.sinks
+        by_group: Tensor | SpanRows
+        if gpu_sparse.RESTATES and isinstance(weights.wo_a, RowScaled):
+            span = gpu_grouped_fp8.span_of(weights.wo_a.size)
+            by_group = attend_groups(*given, step.groups, scale=self._scale, span=span)
+        else:
+            by_group = attend(*given, scale=self._scale).view(len(latent), config.o_groups, -1)
         # Only now: new keys take the places of some that these tokens have just seen.
         store_ring(own, ring, half.stored, half.stored_slots, half.stored_places)
-        by_group = attended.view(len(latent), config.o_groups, -1)
         return products.of(products.rounded(products.grouped(by_group, weights.wo_a, step.groups)), weights.wo_b)
 
 
@@ -171,32 +187,68 @@ class Routed(Protocol):
     def is_image(self) -> Tensor | None:
         """[tokens] bool; None = none."""
 
+    @property
+    def beside(self) -> Beside | None:
+        """Where what is wanted late is made; None: in its turn."""
+
+    @property
+    def unpacking(self) -> Beside | None:
+        """Where fp4 experts are unpacked while the layer attends."""
+
+    @property
+    def unpacked(self) -> tuple[RowScaled, RowScaled] | None:
+        """Those, if there are any."""
+
 
 def experts(step: Routed, moe: MoeConfig, weights: MoeWeights, entered: Entered) -> Tensor:
     """Router, the experts of this GPU, and the shared expert: [tokens, hidden] bf16.
 
     What experts elsewhere would add is left out.
     """
-    products, limit = step.products, moe.swiglu_limit
+    products, beside, limit = step.products, step.beside, moe.swiglu_limit
+    if beside is not None:
+        with beside.begun():
+            shared = _shared(products, weights, entered, limit=limit)
     logits = products.wide(entered.x, weights.router)
-    routes = route(logits, weights.bias, weights.image_bias, step.is_image, top_k=moe.top_k, scaling=moe.scaling)
-    here = routes.experts if weights.rows is None else weights.rows[routes.experts.long()]
-    here = torch.where(step.lines[:, None] >= 0, here, -1)  # padding goes to no expert
+    placed = Placed(weights.rows, step.lines) if gpu_moe.FEWER_LAUNCHES else None
+    biases = weights.bias, weights.image_bias, step.is_image
+    routes = route(logits, *biases, scaling=moe.scaling, top_k=moe.top_k, placed=placed)
+    here = routes.experts
+    if placed is None:
+        here = here if weights.rows is None else weights.rows[here.long()]
+        here = torch.where(step.lines[:, None] >= 0, here, -1)  # padding goes to no expert
     groups = group(here, num_experts=weights.up.experts)
-    rows, is_in_order = routed(products, weights, entered, groups, routes.weights.flatten(), limit=limit)
-    both = products.of(entered.rounded if entered.restated is None else entered.restated, weights.shared_up)
-    shared = products.of(products.gated(both, limit=limit), weights.shared_down)
+    joined(step.unpacking)
+    factors = routes.weights.flatten()
+    rows, is_in_order = routed(products, weights, entered, groups, factors, limit=limit, unpacked=step.unpacked)
+    if beside is None:
+        shared = _shared(products, weights, entered, limit=limit)
+    joined(beside)
     return combine(rows, shared, here, top_k=moe.top_k, places=None if is_in_order else groups.places)
 
 
+def _shared(products: Products, weights: MoeWeights, entered: Entered, *, limit: float) -> Tensor:
+    """What every token's expert makes of it: [tokens, hidden] bf16."""
+    both = products.of(entered.rounded if entered.restated is None else entered.restated, weights.shared_up)
+    return products.of(products.gated(both, limit=limit), weights.shared_down)
+
+
 def routed(
-    products: Products, weights: MoeWeights, entered: Entered, groups: Groups, factors: Tensor, *, limit: float
+    products: Products,
+    weights: MoeWeights,
+    entered: Entered,
+    groups: Groups,
+    factors: Tensor,
+    *,
+    limit: float,
+    unpacked: tuple[RowScaled, RowScaled] | None = None,
 ) -> tuple[Tensor, bool]:
     """What experts make of each slot's row, [slots, hidden] bf16, and whether it lies in the order of slots.
 
-    factors: [slots] fp32.  Else it lies in the order of positions.
+    factors: [slots] fp32.  unpacked: the matrices, if they are already.  Else it lies in the order of positions.
     """
-    up, down, slots = weights.up, weights.down, len(factors)
+    up, down = (weights.up, weights.down) if unpacked is None else unpacked
+    slots = len(factors)
     if isinstance(up, RowScaled) and isinstance(down, RowScaled) and products.is_invariant:
         spans = [gpu_grouped_fp8.span_of(each.size) for each in (up, down)]
         x = span_rows(entered.rounded, groups.sources, span=spans[0])
@@ -220,10 +272,13 @@ def _is_worth(up: RowScaled | Packed, positions: int) -> bool:
     return isinstance(up, RowScaled) or up.is_worth(positions)
 
 
-def enter_experts(products: Products, entered: Entered, output: Tensor, mixing: MixingWeights) -> Entered:
+def enter_experts(
+    products: Products, entered: Entered, output: Tensor, mixing: MixingWeights, *, beside: Beside | None = None
+) -> Entered:
     """From the attention to the experts; the library's fp8 products want rows under one scale each."""
-    is_invariant = products.is_invariant
-    return enter(entered.streams, output, entered.made, mixing, is_invariant=is_invariant, restates=not is_invariant)
+    is_invariant, streams = products.is_invariant, entered.streams
+    restates = not is_invariant
+    return enter(streams, output, entered.made, mixing, is_invariant=is_invariant, restates=restates, beside=beside)
 
 
 def write_draft_windows(step: Step, config: V41Config, weights: DraftWindowWeights) -> None:

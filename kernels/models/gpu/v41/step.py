@@ -11,6 +11,7 @@ from kernels.models.gpu.v41.records import Records
 from kernels.models.gpu.v41.tokens import Laid
 from kernels.models.gpu.v41.weights import Matrix
 from kernels.ops import gpu_grouped_fp8
+from kernels.ops.gpu_beside import Beside
 from kernels.ops.gpu_fp8 import RowScaled, SpanRows, norm_rows, product, span_rows, swiglu_rows
 from kernels.ops.gpu_grouped import Groups, Weights, multiply
 from kernels.ops.gpu_linear import library_linear, linear
@@ -53,11 +54,16 @@ class Products:
         """The same, unrounded: [rows, out] fp32."""
         return linear(x, weight, wide=True) if self.is_invariant else library_linear(x, weight, wide=True)
 
-    def grouped(self, x: Tensor, weights: Weights | RowScaled, groups: Groups) -> Tensor:
+    def grouped(self, x: Tensor | SpanRows, weights: Weights | RowScaled, groups: Groups) -> Tensor:
         """Every group by its own matrix: [tokens, groups, in] bf16 -> [tokens, groups * out] fp32.
 
-        groups: `interleaved` of so many tokens.  The library's fp8 products round to bf16, which these must not.
+        x: or restated, [groups * tokens, in], one group after the other.  groups: `interleaved` of so many tokens.  The
+        library's fp8 products round to bf16, which these must not.
         """
+        if isinstance(x, SpanRows):
+            assert isinstance(weights, RowScaled), "rows are restated for restated matrices"
+            made = gpu_grouped_fp8.multiply(x, weights, groups, num_out=len(x), wide=True)
+            return made.view(len(x) // weights.experts, -1)
         tokens, count, size = x.shape
         if isinstance(weights, RowScaled):
             rows = span_rows(x.view(tokens * count, size), groups.sources, span=gpu_grouped_fp8.span_of(size))
@@ -119,9 +125,24 @@ def coefficients_of(made: Coefficients, rows: Tensor) -> Coefficients:
 class Step:
     """One batch on its way through the layers."""
 
-    def __init__(self, laid: Laid, records: Records, products: Products, *, num_groups: int) -> None:
-        """num_groups: of heads, before the attention's output."""
-        self.laid, self.records, self.products = laid, records, products
+    def __init__(
+        self,
+        laid: Laid,
+        records: Records,
+        products: Products,
+        *,
+        num_groups: int,
+        beside: Beside | None = None,
+        unpacking: Beside | None = None,
+    ) -> None:
+        """num_groups: of heads, before the attention's output.  beside: where what is wanted late is made.
+
+        unpacking: where a layer's experts are unpacked while it attends.
+        """
+        self.laid, self.records, self.products, self.beside = laid, records, products, beside
+        self.unpacking = unpacking
+        self.unpacked: tuple[RowScaled, RowScaled] | None = None
+        """The layer's experts, as soon as `unpacking` is joined."""
         self.half = laid.encoder
         self.is_image = laid.is_image
         self.memories: dict[int, Fetched] = {}
