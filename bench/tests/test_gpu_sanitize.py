@@ -12,6 +12,12 @@ pytest.importorskip("triton", reason="Triton is not installed: the kernels canno
 from bench.gpu_sanitize import ROOT, kernels_in_files, main, missing, reports_by_kernel, results, sanitizer
 from bench.gpu_sanitize_cases import RUNS
 
+# Both modes draw and page alike; every product's own form is in "dense forms".
+DENSE = [
+    pytest.param(name, marks=[pytest.mark.long] if name == "dense model, invariant" else [])
+    for name in RUNS
+    if name.startswith("dense ")
+]
 SAID = """========= COMPUTE-SANITIZER
 ========= Invalid __global__ read of size 4 bytes
 =========     at _attend_kernel+0x1a0 in /somewhere/gpu_attention.py:210
@@ -66,7 +72,7 @@ def test_a_machine_without_the_tool_is_told_so(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", [name for name in RUNS if name.startswith("dense ")])
+@pytest.mark.parametrize("run", DENSE)
 def test_inputs_of_dense_runs_fit_together(run: str) -> None:
     """By the kernels' twins; V4.1's are those of its own check."""
     RUNS[run]("cpu")

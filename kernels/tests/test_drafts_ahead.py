@@ -16,7 +16,7 @@ from kernels.models.deepseek_v41 import OpenedV41
 from kernels.models.model import BadBatch, OpenedModel
 from kernels.ops.gumbel import noise_key
 from kernels.ops.numerics import QUANT
-from kernels.tests.golden_files import tiny_v41
+from kernels.tests.shallow_v41 import shallow_v41
 from kernels.tests.tiny_models import write_tiny
 from kernels.tests.v41_rig import BLOCKS_EACH, WINDOWS, blocks_of, model_of, start
 
@@ -100,16 +100,16 @@ def rig(request: pytest.FixtureRequest, folder: Path) -> Iterator[Rig]:
         with torch.inference_mode():
             device = run_by(opened.build(num_blocks=1 + WINDOWS * BLOCKS_EACH, num_windows=0), folder)
     elif kind == "v41":
-        plain = device = run_by(model_of("quant"), folder, windows=1 + WINDOWS)
+        plain = device = run_by(model_of("shallow quant"), folder, windows=1 + WINDOWS)
     else:
-        plain = run_by(model_of("quant"), folder, windows=1 + WINDOWS)
+        plain = run_by(model_of("shallow quant"), folder, windows=1 + WINDOWS)
         from kernels.tests.gpu_v41_rig import gpu_model
 
         with torch.inference_mode():
             device = run_by(gpu_model(), folder, windows=1 + WINDOWS)
     yield Rig(device, lambda: emptied(device), plain is device, lambda: plainly(plain, 24))
     for sequence in (1, 2, 3) if "v41" in kind else ():
-        start("quant", sequence)
+        start("shallow quant", sequence)
 
 
 def row(index: int, token_ids: Sequence[int], position: int, known: Sequence[int], *, drafts: int = 0) -> Row:
@@ -243,12 +243,14 @@ def test_the_models_own_drafts_stay_on_the_device(kind: str, folder: Path) -> No
     named: dict[str, Any] = {"block_tokens": None, "progress": lambda *_: None, "drafts": True}
     opened: OpenedModel
     if kind == "v41":
-        opened = OpenedV41(tiny_v41(), numerics=QUANT, device=torch.device("cpu"), **named)
+        opened = OpenedV41(shallow_v41(), numerics=QUANT, device=torch.device("cpu"), **named)
     else:
         pytest.importorskip("triton", reason="Triton is not installed: its kernels' twins are not there either")
         from kernels.models.gpu.v41.opened import OpenedGpuV41
 
-        opened = OpenedGpuV41(tiny_v41(), device=torch.device("cuda" if torch.cuda.is_available() else "cpu"), **named)
+        opened = OpenedGpuV41(
+            shallow_v41(), device=torch.device("cuda" if torch.cuda.is_available() else "cpu"), **named
+        )
     with torch.inference_mode():
         model = opened.build(num_blocks=1 + WINDOWS * BLOCKS_EACH, num_windows=1 + WINDOWS)
         device = run_by(model, folder, windows=1 + WINDOWS)

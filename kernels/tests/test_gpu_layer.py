@@ -99,7 +99,7 @@ def in_python(monkeypatch: pytest.MonkeyPatch, *, is_late: bool) -> None:
 @pytest.mark.parametrize(
     ("positions", "is_late", "fetching"),
     [
-        ((0, 63, 200), False, (3, False, 0)),
+        pytest.param((0, 63, 200), False, (3, False, 0), marks=pytest.mark.long),
         ((517,), True, (3, False, 0)),
         ((64, 5, 129, 320, 2), True, (5, True, 2)),
         ((130, 7), False, (4, True, 4)),

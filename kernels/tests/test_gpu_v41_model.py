@@ -32,8 +32,8 @@ from kernels.models.v41.checkpoint import Checkpoint
 from kernels.models.v41.config import read_v41_config
 from kernels.ops.gpu_grouped_unpack import Packed
 from kernels.ops.gpu_hyper import enter
-from kernels.tests.golden_files import tiny_v41
-from kernels.tests.gpu_v41_rig import DEVICE, begin, compute, gpu_model, opened, records
+from kernels.tests.gpu_v41_rig import DEVICE, PLAIN, begin, compute, gpu_model, opened, records
+from kernels.tests.shallow_v41 import shallow_v41
 from kernels.tests.v41_rig import BLOCKS_EACH, IDS, WINDOWS, blocks_of, model_of, row_of
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -50,7 +50,7 @@ def _inference() -> Iterator[None]:
 def executor() -> Executor:
     return Executor(
         gpu_model(),
-        model_dir=tiny_v41(),
+        model_dir=shallow_v41(),
         num_blocks=1 + WINDOWS * BLOCKS_EACH,
         num_windows=1 + WINDOWS,
         replay="off",
@@ -123,7 +123,7 @@ def test_a_finished_sequences_dropped_step_leaves_its_window_to_others() -> None
 @pytest.mark.slow
 def test_greedy_tokens_are_the_cpus_where_they_are_no_tie() -> None:
     """The answer goes on with the CPU's tokens."""
-    plain, model = model_of("quant"), gpu_model()
+    plain, model = model_of(PLAIN), gpu_model()
     begin(1)
     tokens, start, told_apart = IDS[:30], 0, 0
     for _ in range(7):
@@ -193,8 +193,8 @@ def tensors_of(made: object) -> Iterator[Tensor]:
 
 
 def load_weights(**named: object) -> GpuV41Weights:
-    config = read_v41_config(tiny_v41())
-    return Loader(config, Checkpoint(tiny_v41(), config), DEVICE, **named).load()  # type: ignore[arg-type] # test's own
+    config = read_v41_config(shallow_v41())
+    return Loader(config, Checkpoint(shallow_v41(), config), DEVICE, **named).load()  # type: ignore[arg-type] # test's own
 
 
 @pytest.mark.slow
@@ -212,7 +212,7 @@ def test_planned_bytes_are_what_the_weights_take(experts, is_invariant) -> None:
         for each in (layer.moe.up, layer.moe.down)
         if not isinstance(each, Packed)
     )  # the tiny model's experts are half as wide as the kernels' depth
-    planned = weight_bytes(gpu_model().info, experts, experts_here=16, is_invariant=is_invariant)
+    planned = weight_bytes(gpu_model().info, experts, experts_here=8, is_invariant=is_invariant)
     assert abs(planned - (taken - padding)) < 0.02 * taken
 
 
@@ -263,7 +263,7 @@ def test_a_gpu_runs_v41_in_bf16_only() -> None:
     def kind(dtype: Dtype) -> type:
         return type(
             open_model(
-                tiny_v41(),
+                shallow_v41(),
                 dtype=dtype,
                 block_tokens=None,
                 replay="off",
@@ -275,7 +275,7 @@ def test_a_gpu_runs_v41_in_bf16_only() -> None:
     assert OpenedGpuV41 is kind("bf16")
     assert OpenedV41 is kind("fp32")
     assert opened().weights_digest() == OpenedV41(
-        tiny_v41(), numerics=model_of("quant").weights.numerics, block_tokens=None, device=DEVICE, progress=lambda *_: None
+        shallow_v41(), numerics=model_of(PLAIN).weights.numerics, block_tokens=None, device=DEVICE, progress=lambda *_: None
     ).weights_digest()  # fmt: skip
     with pytest.raises(ModelNotSupported, match="head_dim 96"):
         check_supported(replace(gpu_model().info, head_dim=96))
@@ -300,11 +300,11 @@ def test_ranks_that_share_the_experts_add_up_to_one_that_has_all() -> None:
     entered = enter(state.streams, None, state.made, weights.ffn_mixing)
     whole = experts_of(step, model.info.moe, weights.moe, entered).float()
     parts = []
-    for here in (range(10), range(10, 16)):
-        places = tuple(index - here.start if index in here else -1 for index in range(16))
+    for here in (range(5), range(5, 8)):
+        places = tuple(index - here.start if index in here else -1 for index in range(8))
         made = load_weights(experts="fp4", placement=Placement(tuple(here), places)).layers[0].moe
         parts.append(experts_of(step, model.info.moe, made, entered).float())
-    nobody = replace(weights.moe, rows=torch.full((16,), -1, dtype=torch.int32, device=DEVICE))
+    nobody = replace(weights.moe, rows=torch.full((8,), -1, dtype=torch.int32, device=DEVICE))
     shared = experts_of(step, model.info.moe, nobody, entered).float()
     assert (parts[0] + parts[1] - shared - whole).norm() < 0.02 * whole.norm()
     assert (parts[0] - whole).norm() > 0.1 * whole.norm()

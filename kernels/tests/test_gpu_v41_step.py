@@ -15,6 +15,7 @@ from kernels.batch import Image, Replay
 from kernels.models.gpu.v41 import planner
 from kernels.models.gpu.v41.planner import extent_of
 from kernels.tests.gpu_v41_rig import (
+    PLAIN,
     SAME,
     SAME_BYTES,
     assert_same_layers,
@@ -99,7 +100,7 @@ def test_a_prefix_hit_without_a_window_is_the_cpus() -> None:
     begin(1, 2)
     both(row_of(IDS, 0, 64))
     kept = [gpu_model().read_block(block) for block in blocks_of(1)[:4]]
-    for model in (model_of("quant"), gpu_model()):
+    for model in (model_of(PLAIN), gpu_model()):
         for block, payload in zip(blocks_of(2), kept, strict=False):
             model.write_block(block, payload)
     replay = Replay(window_from=48, write_from=64, keep_from=50, compact=True)
@@ -112,8 +113,8 @@ def test_a_prefix_hit_without_a_window_is_the_cpus() -> None:
 def test_a_windows_state_moves_between_the_two() -> None:
     """Prefilled by the CPU's model, continued by the GPU's: bytes are the contract."""
     begin(1)
-    run("quant", row_of(IDS, 0, 48))
-    plain, model = model_of("quant"), gpu_model()
+    run(PLAIN, row_of(IDS, 0, 48))
+    plain, model = model_of(PLAIN), gpu_model()
     for block in blocks_of(1)[:3]:
         model.write_block(block, plain.read_block(block))
     model.write_window(1, plain.read_window(1, encoder_only=False))
@@ -193,7 +194,7 @@ def test_the_kernels_do_what_their_twins_do() -> None:
     begin(1)
     both(row_of(IDS, 0, 38))
     watch, row = Watcher(), row_of(IDS, 38, 40)
-    run("quant", row, watch=watch)
+    run(PLAIN, row, watch=watch)
     assert_same_layers(3, row, watch)
 
 

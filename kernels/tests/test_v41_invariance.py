@@ -10,10 +10,10 @@ from kernels.tests.v41_rig import IDS, caches, model_of, prefill, row_of, run, s
 
 LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 34, 35, 47, 48, 49, 63, 64, 65, 66, 127, 128, 129, 143, 145)
 """Around 1, the window and block of 16, top-k at ratio 1 (16) and 2 (32), 64 candidate entries, units of 128."""
-MODES = ("kvq", "quant")
+MODES = ("shallow kvq", "shallow quant")
 # Rounding is a function of single values, wherever they stand: the second mode needs fewer lengths.
 # The lengths left out here go through services with all others in e2e/test_same_tokens_v41.py.
-OFTEN = {(n, "kvq") for n in (1, 16, 17, 33, 35, 49, 66, 129, 145)} | {(n, "quant") for n in (17, 66)}
+OFTEN = {(n, MODES[0]) for n in (1, 16, 17, 33, 35, 49, 66, 129, 145)} | {(n, MODES[1]) for n in (17, 66)}
 CASES = [
     pytest.param(*case, marks=[] if case in OFTEN else [pytest.mark.long])
     for case in ((tokens, mode) for tokens in LENGTHS for mode in MODES)
@@ -39,7 +39,7 @@ def test_a_prompt_is_the_same_in_odd_pieces_and_beside_mates(numerics, tokens) -
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("numerics", "total"),
-    [("kvq", 50), ("quant", 18), *(pytest.param(mode, 130, marks=pytest.mark.long) for mode in MODES)],
+    [(MODES[0], 50), (MODES[1], 18), *(pytest.param(mode, 130, marks=pytest.mark.long) for mode in MODES)],
 )
 def test_decode_one_by_one_equals_the_same_tokens_in_prefills(numerics, total) -> None:
     """Three sequences decoded side by side from their first token: each step has the bits of a prompt that long.
@@ -61,25 +61,25 @@ def test_decode_one_by_one_equals_the_same_tokens_in_prefills(numerics, total) -
 
 def test_decode_equals_prefill_for_a_few_tokens() -> None:
     """The quick version: the tokens 33 to 37 of a prompt alone get the bits they have in a whole one."""
-    prefill("kvq", IDS[:32], sequence=2)
+    prefill(MODES[0], IDS[:32], sequence=2)
     for at in range(32, 37):
-        decoded = run("kvq", row_of(IDS, at, at + 1, sequence=2))[0]
-    assert torch.equal(prefill("kvq", IDS[:37]), decoded)
-    assert caches("kvq", 37, 1) == caches("kvq", 37, 2)
+        decoded = run(MODES[0], row_of(IDS, at, at + 1, sequence=2))[0]
+    assert torch.equal(prefill(MODES[0], IDS[:37]), decoded)
+    assert caches(MODES[0], 37, 1) == caches(MODES[0], 37, 2)
 
 
 @pytest.mark.slow
 def test_an_image_is_the_same_in_any_chunks_and_changes_what_follows() -> None:
     """Rows at images take the given embeddings; a cut inside an image, before or behind it changes no bit."""
     ids, image = with_image(IDS[:50], at=20, tokens=11)
-    expected = prefill("kvq", ids, images=(image,))
-    kept = caches("kvq", 50)
+    expected = prefill(MODES[0], ids, images=(image,))
+    kept = caches(MODES[0], 50)
 
     for cuts in ((20,), (31,), (25,), (7, 21, 30, 32)):
-        assert torch.equal(expected, prefill("kvq", ids, cuts, sequence=2, images=(image,))), cuts
-        assert kept == caches("kvq", 50, 2)
+        assert torch.equal(expected, prefill(MODES[0], ids, cuts, sequence=2, images=(image,))), cuts
+        assert kept == caches(MODES[0], 50, 2)
     other = Image(image.position, image.num_tokens, bytes(len(image.embeddings)))
-    assert not torch.equal(expected, prefill("kvq", ids, images=(other,)))
+    assert not torch.equal(expected, prefill(MODES[0], ids, images=(other,)))
 
 
 @pytest.mark.slow
@@ -94,7 +94,7 @@ def test_more_threads_give_the_same_bits(numerics) -> None:
 
 def with_image(ids: list[int], *, at: int, tokens: int) -> tuple[list[int], Image]:
     """A prompt in which an image stands at `at`, as prompts name it: vocab + 2, then vocab + 1."""
-    model = model_of("kvq")
+    model = model_of(MODES[0])
     first, others = model.info.image_token_ids
     generator = torch.Generator().manual_seed(7)
     embeddings = torch.randn(tokens, model.info.hidden_size, generator=generator)

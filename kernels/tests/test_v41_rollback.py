@@ -13,6 +13,8 @@ from kernels.tests.golden_files import golden, golden_json
 from kernels.tests.v41_rig import IDS, all_logits, blocks_of, caches, prefill, row_of, run, start
 
 QUICK = ((37, 6), (64, 3))
+OFTEN = ((37, 1), (64, 1), (64, 6))
+SHALLOW = "shallow kvq"
 
 
 @pytest.fixture(autouse=True)
@@ -43,53 +45,59 @@ def test_greedy_verification_accepts_what_the_reference_accepts(numerics) -> Non
     ("position", "depth"),
     [
         *QUICK,
-        *(pytest.param(at, n, marks=pytest.mark.slow) for at in (37, 64) for n in range(1, 7) if (at, n) not in QUICK),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in OFTEN),
+        *(
+            pytest.param(at, n, marks=pytest.mark.long)
+            for at in (37, 64)
+            for n in range(1, 7)
+            if (at, n) not in (*QUICK, *OFTEN)
+        ),
     ],
 )
 def test_any_depth_up_to_six_leaves_no_trace(depth, position) -> None:
     """Wrong tokens, then the right ones in their place: logits, blocks and window as if they had never been."""
-    expected = prefill("kvq", IDS[: position + 8], sequence=2)
+    expected = prefill(SHALLOW, IDS[: position + 8], sequence=2)
     wrong = [*IDS[:position], *((IDS[position + n] + 1) % 320 for n in range(depth))]
-    prefill("kvq", IDS[:position])
-    run("kvq", row_of(wrong, position, position + depth))
-    logits = run("kvq", row_of(IDS, position, position + 8))[0]
+    prefill(SHALLOW, IDS[:position])
+    run(SHALLOW, row_of(wrong, position, position + depth))
+    logits = run(SHALLOW, row_of(IDS, position, position + 8))[0]
 
     assert torch.equal(expected, logits)
-    assert caches("kvq", position + 8, 2)[:-1] == caches("kvq", position + 8)[:-1]
-    continued = [run("kvq", row_of(IDS, position + 8, position + 30, sequence=sequence))[0] for sequence in (1, 2)]
+    assert caches(SHALLOW, position + 8, 2)[:-1] == caches(SHALLOW, position + 8)[:-1]
+    continued = [run(SHALLOW, row_of(IDS, position + 8, position + 30, sequence=sequence))[0] for sequence in (1, 2)]
     assert torch.equal(*continued)
 
 
 @pytest.mark.slow
 def test_a_prompts_own_tokens_can_be_taken_back() -> None:
     """All six of a prompt computed whole: its rings keep the keys from before them, which nobody else wrote."""
-    expected = prefill("kvq", IDS[:48], sequence=2)
-    prefill("kvq", [*IDS[:34], *(token + 1 for token in IDS[:6])])
+    expected = prefill(SHALLOW, IDS[:48], sequence=2)
+    prefill(SHALLOW, [*IDS[:34], *(token + 1 for token in IDS[:6])])
 
-    assert torch.equal(expected, run("kvq", row_of(IDS, 34, 48))[0])
-    assert caches("kvq", 48, 2)[:-1] == caches("kvq", 48)[:-1]
+    assert torch.equal(expected, run(SHALLOW, row_of(IDS, 34, 48))[0])
+    assert caches(SHALLOW, 48, 2)[:-1] == caches(SHALLOW, 48)[:-1]
 
 
 def test_seven_tokens_cannot_be_taken_back() -> None:
     """Their slots in the rings hold what came after: the row is refused before anything changes."""
-    prefill("kvq", IDS[:40])
-    before = caches("kvq", 40)
+    prefill(SHALLOW, IDS[:40])
+    before = caches(SHALLOW, 40)
     with pytest.raises(BadBatch, match="at most 6 tokens"):
-        run("kvq", row_of(IDS, 33, 41))
-    assert before == caches("kvq", 40)
-    run("kvq", row_of(IDS, 34, 41))
+        run(SHALLOW, row_of(IDS, 33, 41))
+    assert before == caches(SHALLOW, 40)
+    run(SHALLOW, row_of(IDS, 34, 41))
 
 
 @pytest.mark.slow
 def test_depth_counts_from_the_newest_token_ever_seen() -> None:
     """Going back twice does not go back further: what the rejected tokens overwrote is gone."""
-    prefill("kvq", IDS[:40])
-    run("kvq", row_of(IDS, 35, 37))
+    prefill(SHALLOW, IDS[:40])
+    run(SHALLOW, row_of(IDS, 35, 37))
     with pytest.raises(BadBatch, match="at most 6 tokens"):
-        run("kvq", row_of(IDS, 33, 41))
+        run(SHALLOW, row_of(IDS, 33, 41))
     with pytest.raises(BadBatch, match="its window ends at 37"):
-        run("kvq", row_of(IDS, 38, 41))
-    run("kvq", row_of(IDS, 34, 41))
+        run(SHALLOW, row_of(IDS, 38, 41))
+    run(SHALLOW, row_of(IDS, 34, 41))
 
 
 @pytest.mark.parametrize(
@@ -108,15 +116,15 @@ def test_depth_counts_from_the_newest_token_ever_seen() -> None:
 )
 def test_bad_rows_are_refused_by_name(message, row) -> None:
     """Before anything changes, in words that name the rule."""
-    start("kvq")
-    before = caches("kvq", 40)
+    start(SHALLOW)
+    before = caches(SHALLOW, 40)
     with pytest.raises(BadBatch, match=message):
-        run("kvq", row)
-    assert before == caches("kvq", 40)
+        run(SHALLOW, row)
+    assert before == caches(SHALLOW, 40)
 
 
 def test_one_window_serves_one_row_of_a_batch() -> None:
     """Two rows on one state would race."""
-    start("kvq")
+    start(SHALLOW)
     with pytest.raises(BadBatch, match="another row"):
-        run("kvq", row_of(IDS, 0, 3), row_of(IDS, 0, 3))
+        run(SHALLOW, row_of(IDS, 0, 3), row_of(IDS, 0, 3))

@@ -1,4 +1,7 @@
-"""The tiny V4.1 without an executor: one sequence in pieces, its intermediates, and what its caches hold."""
+"""A tiny V4.1 without an executor: one sequence in pieces, its intermediates, and what its caches hold.
+
+Models are named by their numeric recipe: the golden one, or a shallow one for tests without golden vectors.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,10 @@ from kernels.models.deepseek_v41 import DeepseekV41, OpenedV41
 from kernels.models.v41.step import Watch
 from kernels.ops.numerics import EXACT, KVQ, QUANT
 from kernels.tests.golden_files import tiny_v41
+from kernels.tests.shallow_v41 import shallow_v41
 
 NUMERICS = {"exact": EXACT, "kvq": KVQ, "quant": QUANT}
+SHALLOW = {"shallow kvq": KVQ, "shallow quant": QUANT}
 IDS = [(index * 37 + 11 + index * index % 7) % 320 for index in range(260)]
 WINDOWS = 6
 BLOCKS_EACH = 24
@@ -29,10 +34,10 @@ _THREADS = [1]
 def model_of(numerics: str) -> DeepseekV41:
     """One model per mode and test process."""
     torch.set_num_threads(1)
+    folder = shallow_v41() if numerics in SHALLOW else tiny_v41()
+    recipe = (NUMERICS | SHALLOW)[numerics]
     with torch.inference_mode():
-        opened = OpenedV41(
-            tiny_v41(), numerics=NUMERICS[numerics], block_tokens=None, device=torch.device("cpu"), progress=_silent
-        )
+        opened = OpenedV41(folder, numerics=recipe, block_tokens=None, device=torch.device("cpu"), progress=_silent)
         return opened.build(num_blocks=1 + WINDOWS * BLOCKS_EACH, num_windows=1 + WINDOWS)
 
 

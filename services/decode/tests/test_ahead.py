@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kernels.grammar import GrammarFactory
-from kernels.tests.golden_files import tiny_v41
+from kernels.tests.shallow_v41 import shallow_v41
 from services.chassis.window_store import folders
 from services.decode.sequence import Ending
 from services.decode.tests.bare_engine import BLOCK, Asked, BareEngine, load, sampled
@@ -131,7 +131,7 @@ def test_an_engine_that_waits_has_one_step_at_a_time(folder, grammars):
 @pytest.mark.slow
 async def test_a_state_to_keep_is_read_before_the_windows_go_on(tmp_path):
     """A model with windows: the state that is saved is the one a cold run has there, though steps overlap."""
-    async with decode_replica(tiny_v41(), states=tmp_path, run_ahead=True) as rig:
+    async with decode_replica(shallow_v41(), states=tmp_path, run_ahead=True) as rig:
         wanted = request("saved", 40, max_tokens=12)
         expected = rig.source.answer(wanted)
         assert expected == await rig.answer(wanted)

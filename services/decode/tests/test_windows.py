@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from kernels.batch import Batch, Image, Row
-from kernels.tests.golden_files import tiny_v41
+from kernels.tests.shallow_v41 import shallow_v41
 from proto.decode_pb2 import AbortRequest
 from services.chassis.errors import BlocksLost, InvalidRequest, Overloaded
 from services.chassis.handoff import block_xxh3
@@ -21,7 +21,7 @@ FIRST, OTHERS = 322, 321
 
 @pytest.fixture(scope="session")
 def v41():
-    return tiny_v41()
+    return shallow_v41()
 
 
 @pytest.fixture(params=["shm", "grpc"])
@@ -179,9 +179,9 @@ async def test_a_preempted_bounded_answer_is_what_one_process_replays(
 
 @SLOW
 async def test_a_long_sequence_rebuilds_its_windows_exactly(v41, monkeypatch):
-    """Without any state, found blocks are used and 180 tokens before them computed a second time, unwritten."""
-    async with decode_replica(v41, num_blocks=30) as rig:
-        wanted = [request(f"long-{n}", 213 + n, max_tokens=20) for n in range(2)]
+    """Without any state, found blocks are used and 90 tokens before them computed a second time, unwritten."""
+    async with decode_replica(v41, num_blocks=18) as rig:
+        wanted = [request(f"long-{n}", 125 + n, max_tokens=14) for n in range(2)]
         expected = [rig.source.answer(each) for each in wanted]
         starts = []
         begin = rig.replica.engine.begin
@@ -200,7 +200,7 @@ async def test_a_long_sequence_rebuilds_its_windows_exactly(v41, monkeypatch):
 async def test_the_answers_last_whole_block_is_saved(v41, tmp_path):
     """The next turn starts there, on any prefill replica of this host; the state is that of a cold run."""
     async with decode_replica(v41, states=tmp_path) as rig:
-        wanted = request("saved", 30, max_tokens=40)
+        wanted = request("saved", 46, max_tokens=22)
         answer = await rig.answer(wanted)
         await rig.idle()
         await rig.states.flush()
@@ -214,7 +214,7 @@ async def test_the_answers_last_whole_block_is_saved(v41, tmp_path):
 
 
 def with_image(name, num_tokens, image):
-    wanted = request(name, num_tokens, max_tokens=24)
+    wanted = request(name, num_tokens, max_tokens=18)
     end = image.position + image.num_tokens
     wanted.prompt_token_ids[image.position : end] = [FIRST] + [OTHERS] * (image.num_tokens - 1)
     wanted.images.append(image)
@@ -227,17 +227,15 @@ async def test_a_preempted_image_is_fetched_again(v41, is_lost):
     """The answer stays the same; when vision has forgotten the image, the request ends with BlocksLost."""
     async with memory_vision(hidden_size=128) as vision, decode_replica(v41, num_blocks=8, recompute_tokens=9) as rig:
         images = [vision.image(f"cat-{n}", position=5, num_tokens=20) for n in range(2)]
-        wanted = [with_image(f"image-{n}", 40, image) for n, image in enumerate(images)]
+        wanted = [with_image(f"image-{n}", 46, image) for n, image in enumerate(images)]
         spliced = [(Image(i.position, i.num_tokens, vision.embeddings[i.content_hash]),) for i in images]
         expected = [rig.source.answer(each, parts) for each, parts in zip(wanted, spliced, strict=True)]
         if is_lost:
             vision.embeddings.clear()
         events = [await rig.submit(each) for each in wanted]
-        firsts = [
-            (await rig.hand_over(each, parts)).first_token_id for each, parts in zip(wanted, spliced, strict=True)
-        ]
+        handed = await asyncio.gather(*(rig.hand_over(*each) for each in zip(wanted, spliced, strict=True)))
         found = await asyncio.gather(*(collect(each) for each in events))
-        answers = [[first, *tokens_of(answer)] for first, answer in zip(firsts, found, strict=True)]
+        answers = [[each.first_token_id, *tokens_of(answer)] for each, answer in zip(handed, found, strict=True)]
 
         assert rig.replica.engine.load.num_preemptions > 0
         assert vision.fetched

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kernels.batch import SamplingParams
 from kernels.executor import Executor
 from kernels.kv.pool import BlockPool
-from kernels.tests.golden_files import tiny_v41
+from kernels.tests.shallow_v41 import shallow_v41
 from services.chassis.block_keys import block_keys
 from services.chassis.kvstore_writer import Writeback
 from services.prefill.engine import PrefillEngine
@@ -220,7 +220,7 @@ def test_a_scored_step_is_collected_before_the_next_launch(folder):
 @pytest.mark.slow
 async def test_a_state_to_keep_is_read_before_the_windows_go_on(tmp_path):
     """A model with windows: the second time, the prompt starts from what was saved, and every bit is that of a cold run."""
-    async with prefill_replica(tiny_v41(), states=tmp_path, run_ahead=True) as rig:
+    async with prefill_replica(shallow_v41(), states=tmp_path, run_ahead=True) as rig:
         wanted = request("warm", 70)
         cached = []
         for _time in range(2):

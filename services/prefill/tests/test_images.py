@@ -5,12 +5,12 @@ import asyncio
 import pytest
 
 from kernels.batch import Image
-from kernels.tests.golden_files import tiny_v41
+from kernels.tests.shallow_v41 import shallow_v41
 from services.chassis.tests.memory_vision import memory_vision
 from services.chassis.window_store import folders
 from services.prefill.prompt import ChunkDone
 from services.prefill.tests.rig import kinds, prefill_replica, request, until
-from services.prefill.tests.test_windows import first_of, same_as_alone
+from services.prefill.tests.test_windows import EXACT, first_of, same_as_alone
 
 pytestmark = pytest.mark.slow
 
@@ -19,7 +19,7 @@ FIRST, OTHERS = 322, 321
 
 @pytest.fixture(scope="session")
 def v41():
-    return tiny_v41()
+    return shallow_v41()
 
 
 @pytest.fixture
@@ -128,17 +128,17 @@ async def test_states_inside_an_image_are_saved_before_it(rig, vision, tmp_path)
 
 async def test_no_state_is_saved_before_the_windows_are_exact(rig, vision, tmp_path):
     """Without states windows are rebuilt from a distance: where an image moved the save to, they are not yet whole."""
-    image = vision.image("late", position=250, num_tokens=40)
-    cold = await first_of(rig, with_images("distant", 300, image))
+    image = vision.image("late", position=138, num_tokens=40)
+    cold = await first_of(rig, with_images("distant", 188, image))
     await rig.states.flush()
-    (state,) = folders(tmp_path)[0].glob("*.240.whole")
+    (state,) = folders(tmp_path)[0].glob("*.128.whole")
     state.unlink()
-    warm = await first_of(rig, with_images("distant", 300, image))
+    warm = await first_of(rig, with_images("distant", 188, image))
     await rig.states.flush()
 
-    assert (0, 272 - 180) == (cold.cached_tokens, warm.cached_tokens)
+    assert (0, 160 - EXACT) == (cold.cached_tokens, warm.cached_tokens)
     assert [] == [*folders(tmp_path)[0].glob("*.whole")]
-    assert same_as_alone(Alone(rig, vision), with_images("distant", 300, image), warm)
+    assert same_as_alone(Alone(rig, vision), with_images("distant", 188, image), warm)
 
 
 async def test_another_image_in_the_same_place_is_no_hit(rig, vision):

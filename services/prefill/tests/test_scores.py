@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kernels.batch import Batch, Row
-from kernels.tests.golden_files import tiny_v41
+from kernels.tests.shallow_v41 import shallow_v41
 from proto.common_pb2 import PositionLogprobs, SamplingParams
 from services.chassis.errors import InvalidRequest
 from services.prefill.admission import MAX_SCORES, Limits, check_request
@@ -56,7 +56,7 @@ async def test_every_prompt_token_has_its_logprob(folder: Path) -> None:
 @pytest.mark.slow
 async def test_windows_change_nothing() -> None:
     """A model with sliding windows, twice: the second time its states are there, and not used."""
-    async with prefill_replica(tiny_v41(), chunk_tokens=20) as rig:
+    async with prefill_replica(shallow_v41(), chunk_tokens=20) as rig:
         wanted = request("scored", 50, max_tokens=1, num_prompt_logprobs=1)
         first, again = [(await rig.serve(wanted))[-1].first_token for _time in range(2)]
         truth = expected(rig, list(wanted.prompt_token_ids), 1)

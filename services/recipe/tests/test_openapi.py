@@ -193,14 +193,15 @@ ANY = st.recursive(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("examples", [40, pytest.param(600, marks=pytest.mark.long)])
 @pytest.mark.parametrize("path", BASES)
-async def test_nothing_breaks_it(deep: Running, path: str) -> None:
+async def test_nothing_breaks_it(deep: Running, path: str, examples: int) -> None:
     """Any JSON in any field is an answer or a 4xx in a small body."""
     deep.play(answering("</think>ok"))
     schema, base = BASES[path]
     bodies: list[dict[str, Any]] = []
 
-    @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), database=None)
     @given(st.dictionaries(st.sampled_from(sorted(schema["properties"])), ANY, min_size=1, max_size=3))
     def collect(change: dict[str, Any]) -> None:
         bodies.append(base | change)
