@@ -9,6 +9,7 @@ and for lookups a server that is grpc.aio alone.
 import asyncio
 import json
 import os
+import random
 import shutil
 import socket
 import statistics
@@ -150,7 +151,10 @@ async def _over_grpc(folder: Path, blocks: list[Block]) -> None:
 
 
 async def _lookup_over_grpc(stub: "KvstoreAsyncStub", keys: list[bytes]) -> None:
-    """Lookups between empty calls: our server by our channel, and grpc.aio alone on both sides."""
+    """Lookups between empty calls: our server by our channel, and grpc.aio alone on both sides.
+
+    In another order each time, for the first call to a process that slept takes longer than the next one.
+    """
     lookup = LookupRequest(block_keys=keys, fingerprint=FINGERPRINT)
     empty = LookupRequest(fingerprint=bytes(32))
     times: dict[str, list[float]] = {"lookup": [], "empty": [], "bare": []}
@@ -162,9 +166,11 @@ async def _lookup_over_grpc(stub: "KvstoreAsyncStub", keys: list[bytes]) -> None
                 "empty": lambda: stub.Lookup(empty, timeout=5),
                 "bare": lambda: bare.GetStats(GetStatsRequest(), timeout=5),
             }
+            order, chance = list(calls), random.Random(1)
             for _ in range(NUM_CALLS):
-                for name, call in calls.items():
-                    times[name].append(await _timed_async(call))
+                chance.shuffle(order)
+                for name in order:
+                    times[name].append(await _timed_async(calls[name]))
     middle = {name: statistics.median(found[WARM_CALLS:]) for name, found in times.items()}
     _print(
         name=f"kvstore_grpc_lookup_{len(keys)}",

@@ -1,9 +1,9 @@
-"""How many calls may run, and how many bytes of blocks may wait in memory for the disk?"""
+"""How many calls may run, how many bytes of blocks may wait in memory for the disk, and what waits for a deletion?"""
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 from services.chassis.errors import Overloaded
 
@@ -73,3 +73,33 @@ class CallLimit:
             yield
         finally:
             self._running -= 1
+
+
+class Deletions:
+    """Lets blocks in side by side, or one deletion: none may be checked before it and written after it."""
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+        self._num_inside = 0
+        self._is_empty = asyncio.Event()
+        self._is_empty.set()
+
+    @asynccontextmanager
+    async def held_off(self) -> AsyncIterator[None]:
+        """Let no deletion begin; waits for the one that has, or is next."""
+        async with self._turn:
+            self._num_inside += 1
+            self._is_empty.clear()
+        try:
+            yield
+        finally:
+            self._num_inside -= 1
+            if not self._num_inside:
+                self._is_empty.set()
+
+    @asynccontextmanager
+    async def alone(self) -> AsyncIterator[None]:
+        """Delete: nobody comes in meanwhile, and whoever was in is out."""
+        async with self._turn:
+            await self._is_empty.wait()
+            yield

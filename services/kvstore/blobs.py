@@ -21,6 +21,7 @@ from obstore.store import LocalStore, MemoryStore, ObjectStore, S3Store
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 
 from services.kvstore.breaker import Breaker, BreakerRules, BreakerState
+from services.kvstore.store_clock import StoreClock
 
 MAX_RANGE_BYTES = 64 << 20
 """Longest single read: the longest block."""
@@ -29,6 +30,7 @@ MAX_PUT_BYTES = 32 << 20
 PART_BYTES = 8 << 20
 """Of an uploaded stream; two are in memory."""
 _LIST_PAGE = 500
+_DATED_PATH = "clock/mark"
 _NEARLY = 0.9
 
 T = TypeVar("T")
@@ -114,6 +116,7 @@ class BlobBackend:
 
     def __init__(self, store: ObjectStore, options: BlobOptions, clock: Callable[[], float] = time.monotonic) -> None:
         self.options = options
+        self.time = StoreClock()
         rules = BreakerRules(open_seconds=options.open_seconds)
         # Apart: a store that is full, or takes nothing from us, can still be read.
         self.reads, self.writes = Breaker(rules), Breaker(rules)
@@ -206,7 +209,18 @@ class BlobBackend:
                     break
             return found[:max_blobs]
 
-        return await self._call(self.reads, pages, self.options.write_seconds)
+        listed = await self._call(self.reads, pages, self.options.write_seconds)
+        if listed:
+            self.time.saw(max(blob.modified for blob in listed).timestamp())
+        return listed
+
+    async def ask_time(self) -> None:
+        """Set the clock by an object that is written for the purpose: two calls."""
+        await self._call(
+            self.writes, lambda: obstore.put_async(self._store, _DATED_PATH, b""), self.options.write_seconds
+        )
+        for blob in await self.list(_DATED_PATH.partition("/")[0], max_blobs=1):
+            self.time.set(blob.modified.timestamp())
 
     async def _call(
         self,

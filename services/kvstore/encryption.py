@@ -12,7 +12,6 @@ import os
 import re
 import secrets
 import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -21,6 +20,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from services.kvstore.directory import sync_folder
+from services.kvstore.wall_clock import WallClock
 
 WRAPPED_BYTES = 12 + 32 + 16
 """Of a wrapped key: nonce, key, tag."""
@@ -83,6 +83,7 @@ class Keyring:
         self._names: dict[str, set[KeyName]] = {}
         """By the hash of the tenant."""
         self._lock = threading.Lock()
+        self._clock = WallClock()
         self._find_keys()
 
     @classmethod
@@ -128,9 +129,12 @@ class Keyring:
         nonce = secrets.token_bytes(_NONCE_BYTES)
         with self._lock:
             if tenant not in self._sealing:
-                if not self._names_of(tenant):
+                try:
+                    keys = self._unwrapped(tenant)
+                except SealedAwayError:  # none yet, or none that was made under this master key
                     self._create(tenant)
-                self._sealing[tenant] = self._unwrapped(tenant)[0]
+                    keys = self._unwrapped(tenant)
+                self._sealing[tenant] = keys[0]
             key = self._sealing[tenant]
         return nonce + key.encrypt(nonce, payload, name)
 
@@ -240,7 +244,7 @@ class Keyring:
         return self.has_same_master(path.read_bytes())
 
     def _create(self, tenant: str) -> None:
-        name = KeyName(tenant_hash(tenant), int(time.time() * 1000), secrets.token_hex(4))
+        name = KeyName(tenant_hash(tenant), int(self._clock.now() * 1000), secrets.token_hex(4))
         self._write(self._path(name), self._wrap(secrets.token_bytes(_KEY_BYTES), tenant))
         self._add(name)
         self._forget()

@@ -1,7 +1,8 @@
 """Who keeps which blocks readable, and until when?
 
 Leases keep segments for the moment between a lookup and its read; pins keep blocks for a session. Both end by
-themselves, both are bounded, and both live in memory: a restart ends them. The clock comes in as a value.
+themselves, both are bounded, and both live in memory: a restart ends them. The clock comes in as a value: for leases a
+steady one, for pins, whose end their owner is told, the one on the wall.
 """
 
 from collections import Counter

@@ -39,6 +39,7 @@ MAX_READERS = 64
 """Connections at once; one more is closed before it is greeted."""
 HOLD_SECONDS = 10.0
 """How long blocks stay open without a DONE."""
+_ACCEPT_PAUSE_SECONDS = 0.2
 _MAX_PATH_BYTES = 107  # sun_path of unix(7), without its final zero
 
 
@@ -83,7 +84,12 @@ class LocalReads:
 
     async def _accept(self) -> None:
         while True:
-            connection, _ = await self._loop.sock_accept(self._listener)
+            try:
+                connection, _ = await self._loop.sock_accept(self._listener)
+            except OSError as exc:  # out of descriptors, or the caller left
+                _log.warning("kvstore.local_reads.accept_failed", reason=str(exc))
+                await asyncio.sleep(_ACCEPT_PAUSE_SECONDS)
+                continue
             if len(self._readers) >= MAX_READERS:
                 connection.close()
                 continue

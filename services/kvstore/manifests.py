@@ -7,7 +7,7 @@ are little-endian. A tombstone says what was deleted when, so that no replica br
     seg/<class>/<id>                  the bytes
     manifest/<class>/<hour>/<id>      what they are; hour: of the segment's last block, in hours since the Unix epoch
     tombstone/<id>                    what was deleted
-    news/, key/                       news.py, tenant_keys.py
+    news/, key/, clock/               news.py, tenant_keys.py, store_clock.py
 """
 
 import json

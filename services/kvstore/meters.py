@@ -33,7 +33,7 @@ class StoreCounts:
     write_drops: Counter[str] = field(default_factory=Counter)
     """Blocks not stored, by reason: crc, size, memory, quota, room, disk, deleted, stopping."""
     evictions: Counter[str] = field(default_factory=Counter)
-    """Blocks removed, by reason: ttl, capacity, quota, tenant (an operator's deletion)."""
+    """Blocks removed, by reason: ttl, capacity, quota, tenant (an operator's deletion), key (theirs is gone)."""
     eligible_by_class: Counter[int] = field(default_factory=Counter)
     hit_by_class: Counter[int] = field(default_factory=Counter)
     remote_hit_by_class: Counter[int] = field(default_factory=Counter)

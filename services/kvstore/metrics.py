@@ -45,7 +45,7 @@ class StoreCollector(Collector):
         leases = self._store.catalog.leases
         yield CounterMetricFamily(f"{_PREFIX}_expired_leases", "Leases that no read ended.", value=leases.num_expired)
         yield _by("write_drops", "Blocks not stored.", "reason", counts.write_drops)
-        yield _by("evictions", "Blocks removed: ttl, capacity, quota, tenant.", "reason", counts.evictions)
+        yield _by("evictions", "Blocks removed: ttl, capacity, quota, tenant, key.", "reason", counts.evictions)
         yield from _tokens(counts)
         for name, meaning, value in self._gauges():
             yield GaugeMetricFamily(f"{_PREFIX}_{name}", meaning, value=value)

@@ -1,6 +1,7 @@
 """How is an object store put behind a store when the service starts, and what of it comes to the local disk?"""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
@@ -22,6 +23,9 @@ _BUSY_BYTES = MAX_WAITING_BYTES // 4
 """While more waits for the disk, blocks from the object store are not written to it: computed ones go first."""
 _ROOM_SECONDS = 5.0
 """But those that somebody asked to keep wait for room."""
+
+_TIME_SECONDS = 2.0
+"""How long a start may wait for the object store's clock."""
 
 _log = structlog.get_logger()
 
@@ -53,9 +57,7 @@ class AdmittingTier:
         stored = await self._tier.read(location)
         block = location.location
         if self._store.room.used_bytes + len(stored) <= _BUSY_BYTES:
-            write = asyncio.create_task(self._keep(block, stored), name="kvstore-keep-remote")
-            self._writes.add(write)
-            write.add_done_callback(self._writes.discard)
+            self._start_keeping(block, stored)
         return stored
 
     def verify(self, *, max_bytes: int) -> AsyncIterator[RemoteChecked]:
@@ -69,7 +71,16 @@ class AdmittingTier:
         except (BlobError, OSError) as exc:
             _log.info("kvstore.remote.missed", reason=str(exc), error_kind=type(exc).__name__)
             return False
-        return await self._keep(location.location, stored, room_seconds=_ROOM_SECONDS)
+        # Shielded: its caller may leave, but what is on its way to the disk must not be out of a deletion's sight.
+        return await asyncio.shield(self._start_keeping(location.location, stored, room_seconds=_ROOM_SECONDS))
+
+    def _start_keeping(
+        self, location: BlockLocation, stored: memoryview, *, room_seconds: float = 0.0
+    ) -> asyncio.Task[bool]:
+        write = asyncio.create_task(self._keep(location, stored, room_seconds=room_seconds), name="kvstore-keep-remote")
+        self._writes.add(write)
+        write.add_done_callback(self._writes.discard)
+        return write
 
     async def _keep(self, location: BlockLocation, stored: memoryview, *, room_seconds: float = 0.0) -> bool:
         try:
@@ -77,7 +88,7 @@ class AdmittingTier:
             try:
                 # It may have been deleted while it was read: here it would outlive its deletion. One that comes while
                 # it is written waits, and then finds it here.
-                async with self._store.deletions:
+                async with self._store.deletions.held_off():
                     if not await self._tier.longest(location.fingerprint, [location.key]):
                         return False
                     await self._store.write(await self._opened(location, stored))
@@ -132,6 +143,9 @@ async def attach(service: Service, store: Store, *, url: str, options_file: str)
     if settings.encryption_key_file:  # the one that the store has
         keyring = Keyring.load(settings.path / "keys", Path(settings.encryption_key_file))
     tier = RemoteTier.open(url, Path(options_file) if options_file else None, settings.path, keyring=keyring)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_TIME_SECONDS):
+            await tier.ask_time()
     try:
         await tier.forget_doubtful(store)
     except (FathomError, OSError) as exc:  # what is in doubt is out of the index; its bytes go with the next refresh

@@ -44,6 +44,8 @@ class StoredBlock:
     """Of the payload."""
 
 
+_Opened = StoredBlock | DamagedBlockError | SealedAwayError
+"""A block, or why it is none."""
 _Ahead = tuple[int, asyncio.Task[list[StoredBlock | None]]]
 """Bytes of a run, and the run under way."""
 
@@ -138,6 +140,12 @@ class BlockReader:
             self._counts.damaged_blocks += 1
             _log.warning("kvstore.block.damaged", reason=str(why))
 
+    def _lose(self, location: BlockLocation, why: SealedAwayError) -> None:
+        """Forget a block whose bytes are right and whose key is gone: it is a miss, and can be written anew."""
+        if self._catalog.index.remove(location):
+            self._counts.evictions["key"] += 1
+            _log.info("kvstore.block.sealed_away", reason=str(why))
+
     async def close(self) -> None:
         await asyncio.to_thread(self._threads.shutdown)
 
@@ -197,6 +205,9 @@ class BlockReader:
             if isinstance(one, DamagedBlockError):
                 self.quarantine(location, one)
                 return [*blocks, None]
+            if isinstance(one, SealedAwayError):
+                self._lose(location, one)
+                return [*blocks, None]
             blocks.append(one)
         self._counts.read_blocks += len(blocks)
         self._counts.read_bytes += sum(one.stored_bytes for one in run)
@@ -212,7 +223,7 @@ class BlockReader:
             _log.info("kvstore.remote.missed", reason=str(exc), error_kind=type(exc).__name__)
             return [None]
         block = opened[0]
-        if isinstance(block, DamagedBlockError):
+        if not isinstance(block, StoredBlock):
             return [None]
         self._counts.remote_blocks += 1
         return [block]
@@ -243,11 +254,9 @@ class BlockReader:
         reading.add_done_callback(lambda _: self._loop.call_soon_threadsafe(end))
         return await asyncio.wrap_future(reading)
 
-    def _opened(
-        self, found: Sequence[memoryview | DamagedBlockError], run: Sequence[BlockLocation]
-    ) -> list[StoredBlock | DamagedBlockError]:
+    def _opened(self, found: Sequence[memoryview | DamagedBlockError], run: Sequence[BlockLocation]) -> list[_Opened]:
         """In a thread: open what is sealed, and say the payload's own checksum."""
-        opened: list[StoredBlock | DamagedBlockError] = []
+        opened: list[_Opened] = []
         for stored, location in zip(found, run, strict=True):
             if isinstance(stored, DamagedBlockError):
                 opened.append(stored)
@@ -257,11 +266,11 @@ class BlockReader:
                 opened.append(self._unsealed(stored, location))
         return opened
 
-    def _unsealed(self, stored: memoryview, location: BlockLocation) -> StoredBlock | DamagedBlockError:
+    def _unsealed(self, stored: memoryview, location: BlockLocation) -> StoredBlock | SealedAwayError:
         if self._keyring is None:
-            return DamagedBlockError("payload", "the store has no master key")
+            return SealedAwayError("the store has no master key")
         try:
             payload = self._keyring.unseal(location.tenant, location.key + location.fingerprint, stored)
         except SealedAwayError as exc:
-            return DamagedBlockError("payload", str(exc))
+            return exc
         return StoredBlock(location, payload, checksum(payload))

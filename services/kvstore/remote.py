@@ -9,7 +9,7 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
@@ -27,6 +27,7 @@ from services.kvstore.remote_verification import verify_objects
 from services.kvstore.tenant_keys import TenantKeys
 from services.kvstore.tiers import LocalEngine, RemoteChecked, RemoteLocation, Removed, SealedSegment, Selection
 from services.kvstore.uploads import Uploads
+from services.kvstore.wall_clock import WallClock
 
 RUN_BYTES = 4 << 20
 """Blocks that lie one behind the other are read together up to this size."""
@@ -102,9 +103,8 @@ class RemoteTier:
         self.uploads = Uploads(blobs, self.catalog, self.keys, now)
         self._absence = absence
         self._now = now
+        self._wall = WallClock(now=now)
         self._refreshed = now()
-        self._deletions: list[Tombstone] = []
-        """Those that the local engine has not heard of yet."""
         self._one_at_a_time = asyncio.Lock()
 
     @classmethod
@@ -114,7 +114,7 @@ class RemoteTier:
         folder: of the engine.
         """
         blobs = open_blobs(url, load_options(options_file))
-        return cls(blobs, keyring=keyring, absence=Absence(folder / FILE_NAME, url))
+        return cls(blobs, keyring=keyring, absence=Absence(folder / FILE_NAME, url, blobs.time))
 
     @property
     def breaker(self) -> str:
@@ -137,8 +137,10 @@ class RemoteTier:
 
     async def evict(self, selection: Selection) -> Removed:
         """Delete what matches from the object store and, when they hear of it, from the disks of all replicas."""
+        # By the clock that dates the blocks here, which does not follow a jump, or the object store's if that is later.
+        now = max(self._wall.now(), self.blobs.time.now() or 0.0)
         tombstone = Tombstone(
-            before_unix_seconds=self._now() + DELETION_SECONDS,
+            before_unix_seconds=now + DELETION_SECONDS,
             tenant=selection.tenant,
             fingerprint=selection.fingerprint,
             retention=selection.retention,
@@ -261,10 +263,10 @@ class RemoteTier:
 
         To be called before anything is served or uploaded.
         """
-        before = self._absence.doubted_before(self._now()) if self._absence is not None else None
-        if self._absence is None or before is None:
+        before = self._absence.doubted_before() if self._absence is not None else None
+        self.keys.doubt(before or 0.0, engine.holders)
+        if self._absence is None or before is None or self._absence.has_forgotten(before):
             return
-        self.keys.doubt(before)
         async with self._one_at_a_time:
             removed = await engine.evict_local(Selection(), before)
         self._absence.forgot(before)
@@ -272,32 +274,46 @@ class RemoteTier:
         if removed.num_blocks:
             _log.warning("kvstore.remote.long_away", num_blocks=removed.num_blocks, before_unix_seconds=before)
 
+    async def ask_time(self) -> None:
+        """Set the object store's clock, if it is time for that; without it the clock here must do. Never raises."""
+        if not self.blobs.time.is_due or self.blobs.is_away or self.blobs.is_read_only:
+            return
+        try:
+            await self.blobs.ask_time()
+        except BlobError as exc:
+            _log.info("kvstore.remote.time_unknown", reason=str(exc))
+        if abs(self.blobs.time.ahead_seconds) > DELETION_SECONDS:
+            _log.warning("kvstore.remote.clocks_differ", ahead_seconds=self.blobs.time.ahead_seconds)
+
     async def _refresh(self, engine: LocalEngine, *, is_full: bool) -> None:
+        await self.ask_time()
         await self.forget_doubtful(engine)
         is_first = not self.catalog.listed.is_set()
-        fresh = await self.catalog.refresh(is_full=is_full)
+        try:
+            await self.catalog.refresh(is_full=is_full)
+        finally:
+            await self._obey(engine, is_first=is_first)
         self._refreshed = self._now()
-        await self._obey(engine, fresh, is_first=is_first)
+        await self.forget_doubtful(engine)  # what was listed may be dated a month later than all that is known here
         await self.keys.refresh(self.catalog.tombstones)
         if self._absence is not None:
-            await asyncio.to_thread(self._absence.heard, self._refreshed)
+            self._absence.heard()
+            await asyncio.to_thread(self._absence.note)
         if not self.blobs.is_read_only:
             await self.catalog.tidy()
 
-    async def _obey(self, engine: LocalEngine, fresh: Sequence[Tombstone], *, is_first: bool) -> None:
+    async def _obey(self, engine: LocalEngine, *, is_first: bool) -> None:
         """Let the engine delete what other replicas were told to delete."""
-        if not is_first:
-            # What is here may have been copied until this moment, however late we hear of it.
-            heard = self._now() + _AFTER_HEARING_SECONDS
-            fresh = [replace(one, before_unix_seconds=max(one.before_unix_seconds, heard)) for one in fresh]
-        self._deletions += fresh
+        # What is here may have been copied until this moment, however late we hear of it.
+        heard = 0.0 if is_first else self._now() + _AFTER_HEARING_SECONDS
+        deletions = self.catalog.deletions
         async with self._one_at_a_time:
-            while self._deletions:
-                gone = self._deletions[0]
+            while deletions:
+                gone = deletions[0]
                 selection = Selection(tenant=gone.tenant, fingerprint=gone.fingerprint, retention=gone.retention)
-                removed = await engine.evict_local(selection, gone.before_unix_seconds)
+                removed = await engine.evict_local(selection, max(gone.before_unix_seconds, heard))
                 self.counts.evicted_for_others += removed.num_blocks
-                self._deletions.pop(0)
+                deletions.pop(0)
 
     async def _hear(self, engine: LocalEngine) -> None:
         """Take in what others publish within seconds; what is missed here the next refresh finds."""
@@ -307,9 +323,13 @@ class RemoteTier:
             if self.blobs.is_away:
                 continue
             try:
-                fresh, heard = await self.catalog.hear()
-                await self._obey(engine, fresh, is_first=False)
-                if fresh or any(self.keys.lacks_key_for(manifest) for manifest in heard):
+                try:
+                    heard = await self.catalog.hear()
+                finally:
+                    is_deleted = bool(self.catalog.deletions)
+                    await self.forget_doubtful(engine)
+                    await self._obey(engine, is_first=False)
+                if is_deleted or any(self.keys.lacks_key_for(manifest) for manifest in heard):
                     await self.keys.refresh(self.catalog.tombstones)
             except (BlobError, FathomError, OSError) as exc:
                 _log.warning("kvstore.news.failed", reason=str(exc))

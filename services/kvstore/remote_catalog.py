@@ -39,6 +39,7 @@ from services.kvstore.tiers import Removed
 
 MAX_MANIFESTS = 200_000
 MAX_TOMBSTONES = 10_000
+"""One more deletion is refused: a listing that is cut short would hide the others."""
 TOMBSTONE_SECONDS = 30 * 86_400.0
 """How long a deletion is remembered. Whoever was away for longer gives up what is older (absence.py)."""
 _READS_AT_ONCE = 8
@@ -77,12 +78,17 @@ class RemoteCatalog:
         """Set once all that was published has been listed."""
         self.heard_after_seconds = 0.0
         """How old the last block was that was heard of from another replica."""
+        self.deletions: list[Tombstone] = []
+        """Those that were heard of, for whoever keeps blocks elsewhere: it takes out each that it has obeyed. Kept here
+        until then, for the call that heard of one may fail after that."""
         self._blobs = blobs
         self._now = now
         self._news = News(blobs, now)
         self._one_at_a_time = asyncio.Lock()
         self._tombstones: dict[str, Tombstone] = {}
         """By path."""
+        self._tombstone_dates: dict[str, float] = {}
+        """By path: when the object store got it, by its own clock."""
         self._mine: set[ManifestName] = set()
         """Published by this process."""
         self._covered: set[ManifestName] = set()
@@ -104,34 +110,35 @@ class RemoteCatalog:
             await self._news.tell(name.path)
         return is_new
 
-    async def hear(self) -> tuple[Sequence[Tombstone], Sequence[Manifest]]:
+    async def hear(self) -> Sequence[Manifest]:
         """Take in what others published in the last moments: one call, and one for each manifest that is new.
 
-        Returns the deletions and the manifests that were not known before.
+        Returns the manifests that were not known before.
         """
         paths = await self._news.heard()
         async with self._one_at_a_time:
             is_deleted = any(path.startswith("tombstone/") and path not in self._tombstones for path in paths)
-            fresh = await self._refresh_tombstones() if is_deleted else ()
+            if is_deleted:
+                await self._refresh_tombstones()
             heard = await self._read([name for path in paths if (name := parse_name(path)) is not None])
         for manifest in heard:
             self.counts.heard_manifests += 1
             self.heard_after_seconds = self._now() - manifest.created_unix_seconds
-        return fresh, heard
+        return heard
 
     async def remove(self, name: ManifestName) -> None:
         """Delete an object that is superseded by another one."""
         async with self._one_at_a_time:
             await self._delete_object(name)
 
-    async def refresh(self, *, is_full: bool) -> tuple[Tombstone, ...]:
-        """Take in what others published and deleted; return the deletions that were not known before.
+    async def refresh(self, *, is_full: bool) -> None:
+        """Take in what others published and deleted.
 
         is_full: list everything, which also shows what is gone; else only what was published lately.
         """
         try:
             async with self._one_at_a_time:
-                fresh = await self._refresh_tombstones()
+                await self._refresh_tombstones()
                 if is_full or not self.listed.is_set():
                     await self._refresh_all()
                 else:
@@ -140,11 +147,12 @@ class RemoteCatalog:
             self.counts.failed_refreshes += 1
             raise
         self.counts.refreshes += 1
-        return fresh
 
     async def delete(self, tombstone: Tombstone) -> Removed:
         """Delete what matches, for good, whoever published it; return what was removed once it is gone."""
         path = f"tombstone/{secrets.token_hex(16)}"
+        if len(self._tombstones) >= MAX_TOMBSTONES:
+            raise BlobError(f"{MAX_TOMBSTONES} deletions are remembered already, and each for a month")
         await self._blobs.put_if_absent(path, pack_tombstone(tombstone))
         await self._news.tell(path)
         self._obey({path: tombstone})
@@ -159,7 +167,7 @@ class RemoteCatalog:
     async def tidy(self) -> None:
         """Delete what has expired or is deleted: one's own at once, what other replicas left after a while."""
         async with self._one_at_a_time:
-            now = self._now()
+            now = self._earliest_now()
             late = now - _OTHERS_GRACE_SECONDS
             long_expired = set(self.index.expired(late))
             for name in self.index.expired(now):
@@ -185,17 +193,26 @@ class RemoteCatalog:
                 return
             names = [*self.index.names(), *(name for path in self._unreadable if (name := parse_name(path)))]
             published = {name.object_path for name in names}
-            before = self._now() - _UPLOAD_SECONDS
+            before = self._earliest_now() - _UPLOAD_SECONDS
             for blob in objects:
                 if blob.path not in published and blob.modified.timestamp() < before:
                     await self._blobs.delete(blob.path)
                     self.counts.swept_objects += 1
 
+    def _earliest_now(self) -> float:
+        """Return a time that has come by both clocks: nothing is deleted for good because one of them is wrong."""
+        there = self._blobs.time.now()
+        return self._now() if there is None else min(self._now(), there)
+
     async def _end_tombstones(self, before: float) -> None:
         for path, tombstone in tuple(self._tombstones.items()):
-            if tombstone.before_unix_seconds < before:
+            if max(tombstone.before_unix_seconds, self._tombstone_dates.get(path, 0.0)) < before:
                 await self._blobs.delete(path)
-                del self._tombstones[path]
+                self._forget_tombstone(path)
+
+    def _forget_tombstone(self, path: str) -> None:
+        self._tombstones.pop(path, None)
+        self._tombstone_dates.pop(path, None)
 
     def _take(self, name: ManifestName, manifest: Manifest) -> None:
         kept = without(manifest, self.tombstones)
@@ -210,11 +227,12 @@ class RemoteCatalog:
             if without(manifest, tuple(fresh.values())) is not manifest:
                 self._take(name, manifest)
 
-    async def _refresh_tombstones(self) -> tuple[Tombstone, ...]:
+    async def _refresh_tombstones(self) -> None:
         known = set(self._tombstones)  # before the listing, as with manifests
-        listed = {one.path for one in await self._blobs.list("tombstone", max_blobs=MAX_TOMBSTONES)}
+        blobs = await self._blobs.list("tombstone", max_blobs=2 * MAX_TOMBSTONES)
+        listed = {one.path: one.modified.timestamp() for one in blobs}
         fresh: dict[str, Tombstone] = {}
-        for path in listed - self._tombstones.keys() - self._unreadable:
+        for path in listed.keys() - self._tombstones.keys() - self._unreadable:
             try:
                 tombstone = parse_tombstone(await self._blobs.get(path, max_bytes=MAX_TOMBSTONE_BYTES))
             except BlobMissingError:
@@ -223,10 +241,11 @@ class RemoteCatalog:
                 self._refuse(path)
             else:
                 fresh[path] = tombstone
-        for path in known - listed:
-            self._tombstones.pop(path, None)
+        for path in known - listed.keys() if len(blobs) < 2 * MAX_TOMBSTONES else ():
+            self._forget_tombstone(path)
         self._obey(fresh)
-        return tuple(fresh.values())
+        self._tombstone_dates = {path: listed[path] for path in listed.keys() & self._tombstones.keys()}
+        self.deletions += fresh.values()
 
     async def _refresh_all(self) -> bool:
         """Make the catalog what is listed; False when the listing was cut short, and what is gone is not known."""

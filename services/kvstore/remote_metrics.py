@@ -64,6 +64,8 @@ class RemoteCollector(Collector):
         yield "write_breaker_open", "1 while nothing is written to it.", tier.blobs.is_read_only
         yield "heard_after_seconds", "Age of the last block that was heard of.", tier.catalog.heard_after_seconds
         yield "keys_refused", "1 while the keys over there are of another master key.", tier.keys.is_refused
+        ahead = tier.blobs.time.ahead_seconds
+        yield "clock_ahead_seconds", "How much later it is by the clock here than by the object store's.", ahead
         yield "upload_queue_bytes", "Sealed segments that wait for their upload.", tier.uploads.queued_bytes
         yield "upload_lag_seconds", "How long the first of them has waited.", tier.uploads.oldest_seconds
         yield "refresh_age_seconds", "Time since the last good look at what others published.", tier.refresh_age_seconds

@@ -5,7 +5,6 @@ that nothing finds any more included, and the footer is written anew without the
 """
 
 import math
-import time
 
 from services.kvstore.catalog import Catalog
 from services.kvstore.encryption import Keyring
@@ -28,16 +27,17 @@ async def remove(
     before_unix_seconds: float = math.inf,
 ) -> Removed:
     """Remove what matches and was first written before; return once it is gone. A job of the write line."""
-    if before_unix_seconds > time.time():
-        line.drop(selection)
+    line.drop(selection, before_unix_seconds)
     sealed = (await line.seal_quietly(log.close)).sealed
     num_blocks = 0
     partly: dict[int, list[BlockLocation]] = {}
     for number in list(catalog.segments):
         records = catalog.index.records_of(number)
+        if not records and selection.retention not in {None, catalog.segments[number].file.retention}:
+            continue
         able = [one for one in records if selection.matches(one)]
         matching = [one for one in able if one.first_created_seconds < before_unix_seconds]
-        if len(matching) == len(records) and (matching or selection == Selection()):
+        if len(matching) == len(records):  # without any: nobody could read whose they are, and the next start may
             num_blocks += catalog.doom(number)
         elif matching:
             num_blocks += sum(catalog.index.remove(one) for one in set(matching))

@@ -228,12 +228,13 @@ async def build(service: Service) -> None:
         progress=service.progress,
     )
     service.on_stop(store.close)
-    local_reads = LocalReads.start(store, settings.path, boot_id=service.boot_id)
-    if local_reads is not None:
-        service.on_stop(local_reads.close)
     register(store, service.metrics)
     if settings.object_store_url:
         await attach(service, store, url=settings.object_store_url, options_file=settings.object_store_options_file)
+    # Nobody is let in before: what may have been deleted while this replica was away is gone only now.
+    local_reads = LocalReads.start(store, settings.path, boot_id=service.boot_id)
+    if local_reads is not None:
+        service.on_stop(local_reads.close)
     add_KvstoreServicer_to_server(Servicer(store, local_reads), service.server)
 
 
@@ -293,6 +294,6 @@ def _checked_keys(request: LookupRequest | ReadRequest | PinRequest) -> list[byt
     if len(request.block_keys) > MAX_KEYS:
         raise InvalidRequest(f"{len(request.block_keys)} block keys; at most {MAX_KEYS} a call", field="block_keys")
     keys = request.block_keys[:]  # a list, and sooner than list() makes one
-    if set(map(len, keys)) - {KEY_BYTES}:
+    if list(map(len, keys)).count(KEY_BYTES) < len(keys):
         raise InvalidRequest(f"a block key does not have {KEY_BYTES} bytes", field="block_keys")
     return keys

@@ -17,7 +17,7 @@ from pathlib import Path
 from isal.isal_zlib import crc32 as checksum
 
 from services.chassis.errors import InvalidRequest, Overloaded
-from services.kvstore.admission import ByteBudget
+from services.kvstore.admission import ByteBudget, Deletions
 from services.kvstore.catalog import Catalog, Hit
 from services.kvstore.disk import Disk
 from services.kvstore.encryption import Keyring
@@ -85,8 +85,7 @@ class Store:
         self.room = ByteBudget(MAX_WAITING_BYTES)
         self.counts = StoreCounts(damaged_blocks=recovered.num_damaged)
         self.meters = Meters()
-        self.deletions = asyncio.Lock()
-        """Held while blocks are deleted, and while one that might be is checked for that and written."""
+        self.deletions = Deletions()
         self.pending = PendingBlocks()
         self.disk = disk
         self.catalog = Catalog(recovered.index, recovered.segments, policy)
@@ -180,7 +179,8 @@ class Store:
         hit = self._find(fingerprint, keys, retention)
         granted = 0.0
         if request_id and hit.segments:
-            granted = self.catalog.leases.grant(request_id, hit.segments, seconds=lease_seconds, now=time.time())
+            now = time.monotonic()  # a clock that is set back must not hold segments for days
+            granted = self.catalog.leases.grant(request_id, hit.segments, seconds=lease_seconds, now=now)
         num_blocks = len(hit.locations)
         num_pending = self._num_pending(fingerprint, keys, num_blocks)
         if self.reader.remote is not None and not num_pending and num_blocks < len(keys):
@@ -219,7 +219,7 @@ class Store:
         when the disk or the tenant's quota cannot take it; then nothing was published.
         """
         self._check(block)
-        if await self._checksum(block) != block.crc32:
+        if await _checksum(block) != block.crc32:
             self.counts.write_drops["crc"] += 1
             raise InvalidRequest("block_crc32 is not the CRC-32 of the block's bytes", field="block_crc32")
         name = (block.fingerprint, block.key)
@@ -267,6 +267,10 @@ class Store:
             removed = Removed(sum(one.num_blocks for one in parts), sum(one.num_bytes for one in parts))
         return removed
 
+    def holders(self) -> Collection[str]:
+        """Return the tenants whose blocks can be found here."""
+        return self.catalog.index.tenants.keys()
+
     async def evict_local(self, selection: Selection, before_unix_seconds: float) -> Removed:
         """Remove what matches and was written before that moment, here only."""
         job = partial(
@@ -279,13 +283,13 @@ class Store:
             counts=self.counts,
             before_unix_seconds=before_unix_seconds,
         )
-        async with self.deletions:
+        async with self.deletions.alone():
             removed: Removed = await self._line.run(job)
         return removed
 
     async def seal_older_than(self, seconds: float) -> None:
         """Seal every open segment that was opened longer ago."""
-        await self._line.run(lambda: self._line.seal(self._log.seal_older, time.time() - seconds))
+        await self._line.run(lambda: self._line.seal(self._log.seal_older, self._line.clock.now() - seconds))
 
     def verify(self, *, max_bytes_per_second: int, remote_bytes: int = 0) -> StoreVerification:
         """Return a reading of every block that reports as it goes; bad ones are quarantined.
@@ -344,12 +348,6 @@ class Store:
         if len(block.tenant.encode()) > TENANT_BYTES or "\0" in block.tenant:
             raise InvalidRequest(f"a tenant's name has at most {TENANT_BYTES} bytes, none of them 0", field="tenant")
 
-    @staticmethod
-    async def _checksum(block: Block) -> int:
-        if len(block.payload) <= _INLINE_BYTES:
-            return checksum(block.payload)
-        return await asyncio.to_thread(checksum, block.payload)
-
     def _put(self, block: Block) -> "asyncio.Future[str]":
         """Queue a block; the future says why it was refused, or nothing."""
         if block.retention != _known(block.retention):
@@ -366,6 +364,12 @@ class Store:
         del self._in_flight[name]
         self.pending.settle(name)
         self.counts.stored_blocks += not done.cancelled() and done.exception() is None and not done.result()
+
+
+async def _checksum(block: Block) -> int:
+    if len(block.payload) <= _INLINE_BYTES:
+        return checksum(block.payload)
+    return await asyncio.to_thread(checksum, block.payload)
 
 
 def _known(retention: int) -> int:

@@ -9,7 +9,7 @@ of a tenant is a tombstone: whoever reads it destroys the keys that are older, h
 """
 
 import asyncio
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -51,14 +51,22 @@ class TenantKeys:
         self._is_agreed = False
         self._published: set[KeyName] = set()
         self._doubted_before = 0.0
+        self._holders: Callable[[], Collection[str]] = tuple
+        self._is_first = False
+        self._one_at_a_time = asyncio.Lock()
 
     def can_open(self, tenant: str) -> bool:
         """Say whether a sealed block of this tenant can be opened, and may be shared."""
         return self.keyring is not None and not self.is_refused and self.keyring.has(tenant)
 
-    def doubt(self, before_unix_seconds: float) -> None:
-        """Take older keys for deleted unless the object store has them: a deletion may have been forgotten there."""
+    def doubt(self, before_unix_seconds: float, holders: Callable[[], Collection[str]]) -> None:
+        """Take older keys for deleted unless the object store has them: a deletion may have been forgotten there.
+
+        0 doubts nothing.  holders: returns the tenants that have blocks here which are not in doubt. Those were there
+        after any deletion that is forgotten, and an older key seals them as well: it stays.
+        """
         self._doubted_before = before_unix_seconds
+        self._holders = holders
 
     def lacks_key_for(self, manifest: Manifest) -> bool:
         """Say whether a manifest holds sealed blocks of a tenant that has no key here yet."""
@@ -72,31 +80,41 @@ class TenantKeys:
     async def refresh(self, tombstones: Sequence[Tombstone]) -> None:
         """Destroy the keys of deleted tenants, fetch what others published, publish what only this replica has."""
         keyring = self.keyring
-        if keyring is None or not await self._agree(keyring):
-            return
+        async with self._one_at_a_time:
+            if keyring is not None and await self._agree(keyring):
+                await self._refresh(keyring, tombstones)
+
+    async def publish(self, tenants: Iterable[str]) -> None:
+        """See to it that whoever finds blocks of these tenants can open them: to be called before they are uploaded."""
+        keyring = self.keyring
+        async with self._one_at_a_time:
+            if keyring is not None and await self._agree(keyring):
+                owners = {tenant_hash(tenant) for tenant in tenants}
+                mine = {name for name in keyring.names if name.tenant_hash in owners}
+                await self._publish(keyring, mine - self._published - self._old(mine))
+
+    async def _refresh(self, keyring: Keyring, tombstones: Sequence[Tombstone]) -> None:
         listed = await self._listed()
         self._published = set(listed)
-        gone = _shredded(listed | keyring.names, tombstones) | self._doubtful(keyring.names - listed)
+        gone = _shredded(listed | keyring.names, tombstones)
         if gone:
             await self._destroy(keyring, gone)
+        held = {tenant_hash(tenant) for tenant in self._holders()}
+        doubtful = {name for name in self._old(keyring.names - listed) if name.tenant_hash not in held}
+        if doubtful and len(listed) < MAX_KEYS:
+            await asyncio.to_thread(keyring.destroy, list(doubtful))
+            self.counts.destroyed += len(doubtful)
         self._doubted_before = 0.0
         for name in sorted(listed - keyring.names - gone):
             await self._fetch(keyring, name)
         await self._publish(keyring, keyring.names - listed)
-
-    async def publish(self, tenants: Iterable[str]) -> None:
-        """See to it that whoever finds blocks of these tenants can open them: to be called before they are uploaded."""
-        if self.keyring is not None and await self._agree(self.keyring):
-            owners = {tenant_hash(tenant) for tenant in tenants}
-            mine = {name for name in self.keyring.names if name.tenant_hash in owners}
-            await self._publish(self.keyring, mine - self._published - self._doubtful(mine))
 
     async def _agree(self, keyring: Keyring) -> bool:
         """Find out whether all replicas have the same master key: the first one's mark decides."""
         if not self._is_agreed:
             mark = keyring.mark()
             if await self._blobs.put_if_absent(_MARK_PATH, mark):
-                self._doubted_before = 0.0  # the first replica ever: nobody can have deleted anything there
+                self._is_first = True  # ever: nobody can have deleted anything there
             else:
                 mark = await self._blobs.get(_MARK_PATH, max_bytes=4096)
             self._is_agreed = keyring.has_same_master(mark)
@@ -110,7 +128,9 @@ class TenantKeys:
             )
         return self._is_agreed
 
-    def _doubtful(self, names: Iterable[KeyName]) -> set[KeyName]:
+    def _old(self, names: Iterable[KeyName]) -> set[KeyName]:
+        if self._is_first:
+            return set()
         return {name for name in names if name.created_unix_seconds < self._doubted_before}
 
     async def _listed(self) -> set[KeyName]:

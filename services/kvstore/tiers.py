@@ -4,7 +4,7 @@ The engine tells a listener of each sealed segment and each deletion, and asks a
 All of it is optional: without a tier behind it the engine is whole. Every failure or delay on the other side is a miss.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -136,6 +136,9 @@ class LocalEngine(Protocol):
 
     async def seal_older_than(self, seconds: float) -> None:
         """Seal every open segment whose first block is older: what was not sealed is lost with this replica's disk."""
+
+    def holders(self) -> Collection[str]:
+        """Return the tenants whose blocks can be found here."""
 
     async def evict_local(self, selection: Selection, before_unix_seconds: float) -> Removed:
         """Remove what matches here, without telling the listener: another replica was asked, and has told the tier."""

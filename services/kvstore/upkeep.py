@@ -64,12 +64,12 @@ class Upkeep:
         while True:
             await asyncio.sleep(self._period_seconds)
             try:
-                await self._tick(time.time())
+                await self._tick(self._line.clock.now())
             except OSError:
                 _logger.exception("kvstore.upkeep.failed")
 
     async def _tick(self, now: float) -> None:
-        self._catalog.leases.expire(now)
+        self._catalog.leases.expire(time.monotonic())
         self._catalog.pins.expire(now)
         self._catalog.hits.fold()
         if len(self._catalog.pins):

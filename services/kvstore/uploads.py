@@ -153,6 +153,7 @@ class Uploads:
     async def _upload(self, segment: SealedSegment) -> None:
         name = _name(segment, segment.last_created_unix_seconds)
         if name in self._catalog.index:
+            self._pieces.stay(segment)
             return
         wanted = self._wanted(segment, segment.locations)
         if wanted and await self._send(name, segment, wanted) == len(wanted):

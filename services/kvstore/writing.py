@@ -27,6 +27,7 @@ from services.kvstore.reading import BlockReader
 from services.kvstore.retention import HIGH, capacity, kept_blocks, shares_to_drop, victims
 from services.kvstore.segments import Block
 from services.kvstore.tiers import SegmentListener, Selection
+from services.kvstore.wall_clock import WallClock
 
 _log = structlog.get_logger()
 
@@ -51,10 +52,16 @@ class Waiting:
     replaced: BlockLocation | None = None
     """Its former copy, when this is one."""
     since: float = field(default_factory=time.monotonic)
+    arrived_unix_seconds: float = field(default_factory=time.time)
 
     @property
     def cost_bytes(self) -> int:
         return len(self.block.payload) + MAX_RECORD_OVERHEAD_BYTES
+
+    @property
+    def first_created_seconds(self) -> float:
+        """What a deletion of it goes by: when its first copy was written, or it came if it is the first."""
+        return self.block.first_created_seconds or self.arrived_unix_seconds
 
 
 class WriteLine:
@@ -72,6 +79,8 @@ class WriteLine:
         meters: Meters,
     ) -> None:
         self.listener: SegmentListener | None = None
+        self.clock = WallClock()
+        """Dates what is written."""
         self._disk = disk
         self._log = log
         self._catalog = catalog
@@ -103,11 +112,11 @@ class WriteLine:
         self._arrived.set()
         return waiting.done
 
-    def drop(self, selection: Selection) -> None:
-        """Give up what waits and matches: it was written before the deletion that asks for this."""
+    def drop(self, selection: Selection, before_unix_seconds: float) -> None:
+        """Give up what waits, matches and was there before: once written, it would outlive the deletion."""
         waiting, self._queue = self._queue, deque()
         for one in waiting:
-            if selection.matches(one.block):
+            if selection.matches(one.block) and one.first_created_seconds < before_unix_seconds:
                 self._refuse([one], "deleted")
             else:
                 self._queue.append(one)
@@ -214,8 +223,9 @@ class WriteLine:
                 await _do(*self._jobs.popleft())
             elif self._queue:
                 await self._write(self._next_batch())
+            elif self._settling and self._is_closing:
+                await self._settled()  # and look again: whatever came meanwhile waits for an answer
             elif self._is_closing:
-                await self._settled()
                 return
             else:
                 self._arrived.clear()
@@ -241,7 +251,7 @@ class WriteLine:
     async def _append(self, batch: Sequence[Waiting]) -> None:
         """Hand a batch to the disk; it settles by itself, after those before it."""
         await self._settled(but=MAX_UNSETTLED)
-        now = time.time()
+        now = self.clock.now()
         blocks = [one.block for one in batch]
         appended: Appended = await self.in_thread(lambda: self._log.append(blocks, now=now))
         before = self._settling[-1] if self._settling else None

@@ -3,9 +3,10 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
+import pytest
 from isal.isal_zlib import crc32
 from obstore.store import MemoryStore
 
@@ -15,11 +16,13 @@ from services.kvstore.encryption import Keyring
 from services.kvstore.format import HEADER_BYTES, record_bytes
 from services.kvstore.index import BlockLocation
 from services.kvstore.remote import RemoteTier
+from services.kvstore.store_clock import StoreClock
 from services.kvstore.tests.blocks import FINGERPRINT, key, payload
 from services.kvstore.tiers import Removed, SealedSegment, Selection
 
 CHAT, AGENT = 1, 2
-CREATED = 1_800_000_000.0
+CREATED = 4_000_000_000.0
+"""Later than any date that a real object store may give to what a test puts there."""
 LIFE_SECONDS = 1000.0
 FAST = BlobOptions(read_seconds=1.0, slow_seconds=0.3, write_seconds=5.0, open_seconds=0.2, refresh_seconds=0.1)
 
@@ -68,9 +71,13 @@ class Engine:
     def __init__(self) -> None:
         self.sealed_after: list[float] = []
         self.evicted: list[tuple[Selection, float]] = []
+        self.tenants: list[str] = []
 
     async def seal_older_than(self, seconds: float) -> None:
         self.sealed_after.append(seconds)
+
+    def holders(self) -> Collection[str]:
+        return self.tenants
 
     async def evict_local(self, selection: Selection, before_unix_seconds: float) -> Removed:
         self.evicted.append((selection, before_unix_seconds))
@@ -86,6 +93,26 @@ class Clock:
     def __call__(self) -> float:
         return self.now
 
+    def rule(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Let everybody go by it: the clock of the machine, and the one that nobody sets."""
+        monkeypatch.setattr("time.time", self)
+        monkeypatch.setattr("time.clock_gettime", lambda _clock: self.now)
+
+
+class SameClock(StoreClock):
+    """The object store goes by the clock of the test too, whatever it says of its objects."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        super().__init__(now=clock, steady=clock)
+        self.set(clock())
+
+    @property
+    def is_due(self) -> bool:
+        return False
+
+    def saw(self, unix_seconds: float) -> None:
+        """Of no interest: a real store's dates are not of this clock."""
+
 
 class Bucket:
     """One object store, and replicas that come and go."""
@@ -97,7 +124,9 @@ class Bucket:
 
     def replica(self, keyring: Keyring | None = None) -> RemoteTier:
         """One that knows nothing yet."""
-        return RemoteTier(BlobBackend(self.store, self.options), keyring=keyring, now=self.clock)
+        blobs = BlobBackend(self.store, self.options)
+        blobs.time = SameClock(self.clock)
+        return RemoteTier(blobs, keyring=keyring, now=self.clock)
 
     async def fresh(self) -> RemoteTier:
         """One that has listed what there is."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,26 @@ async def test_nobody_waits_for_a_store_that_has_stopped(tmp_path: Path) -> None
         with pytest.raises(Overloaded):
             await store.evict_local(Selection(), math.inf)
         assert "stopping" == await store._line.put(block(1))
+
+
+async def test_what_comes_while_a_store_stops_is_answered(tmp_path: Path, monkeypatch) -> None:
+    """Its last blocks are being synced; whoever asks for something in that moment must not wait for ever."""
+    store = await open_store(tmp_path)
+    start_sync, disk_is_back = store.disk.start_sync, threading.Event()
+    monkeypatch.setattr(store.disk, "start_sync", lambda work: start_sync(lambda: (disk_is_back.wait(20), work())[1]))
+    writing = asyncio.create_task(store.write(block(1)))
+    async with asyncio.timeout(20):
+        while not store._line._settling:  # noqa: ASYNC110 - as an operator would see it
+            await asyncio.sleep(0.001)
+        closing = asyncio.create_task(store.close())
+        while not store._line._is_closing:  # noqa: ASYNC110 - the same
+            await asyncio.sleep(0.001)
+        deletion = asyncio.create_task(store.evict_local(Selection(), math.inf))
+        late = store._line.put(block(2))
+        await asyncio.sleep(0)
+        disk_is_back.set()
+        assert (1, "deleted") == ((await deletion).num_blocks, await late)
+        await asyncio.gather(writing, closing)
 
 
 def test_another_master_key_stops_the_start(tmp_path: Path) -> None:

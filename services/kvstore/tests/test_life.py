@@ -144,6 +144,19 @@ async def test_hot_blocks_of_an_evicted_segment_are_saved(tmp_path: Path) -> Non
     await store.close()
 
 
+async def test_a_lease_ends_in_time_though_the_clock_is_set_back(tmp_path: Path, clock: Clock) -> None:
+    """Else a machine whose clock was days ahead could make no room for as many days."""
+    clock.now += 40 * 86_400.0
+    store = await open_store(tmp_path)
+    await store.write(block(1))
+    assert 0 < (await store.find(FINGERPRINT, [key(1)], request_id="r", lease_seconds=0.001)).lease_seconds
+    clock.now -= 40 * 86_400.0
+    await asyncio.sleep(0.002)
+    await store._upkeep._tick(clock.now)
+    assert 0 == len(store.catalog.leases)
+    await store.close()
+
+
 async def test_a_tenant_over_its_quota_loses_its_own_coldest_blocks_only(tmp_path: Path) -> None:
     """One tenant's flood costs no other tenant a block, and its own warm ones stay."""
     policy = RetentionPolicy(quota_bytes={"*": 100_000})

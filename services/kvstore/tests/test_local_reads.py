@@ -2,6 +2,7 @@
 
 import array
 import asyncio
+import errno
 import mmap
 import os
 import socket
@@ -14,6 +15,7 @@ from services.chassis.kvstore_client import Stores, Wanted, read_blocks
 from services.chassis.local_read_format import (
     BlockPlace,
     OpenRequest,
+    WrongPacketError,
     aligned,
     pack_done,
     pack_open,
@@ -214,3 +216,29 @@ async def test_the_services_client_reads_by_descriptor(tmp_path: Path) -> None:
         shown = metrics(tmp_path)
     assert [payload(n, 30_000) for n in numbers] == got
     assert (0.0, True) == (shown["read_blocks_total"], shown["local_opens_total"] >= 1)
+
+
+async def test_readers_are_let_in_again_after_descriptors_ran_out(opened, monkeypatch) -> None:
+    """The socket goes on accepting, after a moment."""
+    store, former = opened
+    loop = asyncio.get_running_loop()
+    accept, failures = loop.sock_accept, [OSError(errno.EMFILE, "too many open files")]
+
+    async def accept_or_fail(listener):
+        connection = await accept(listener)
+        if failures:
+            connection[0].close()
+            raise failures.pop()
+        return connection
+
+    await former.close()
+    monkeypatch.setattr(local_reads_module, "_ACCEPT_PAUSE_SECONDS", 0.01)
+    reads = LocalReads.start(store, Path(former.path).parent, boot_id="boot")
+    assert reads is not None
+    monkeypatch.setattr(loop, "sock_accept", accept_or_fail)
+    with pytest.raises((OSError, WrongPacketError)):
+        await asyncio.to_thread(Reader, reads.path)
+    reader = await asyncio.to_thread(Reader, reads.path)
+    assert "boot" == reader.boot_id
+    reader.close()
+    await reads.close()

@@ -12,7 +12,7 @@ from services.kvstore.blobs import BlobBackend, BlobError
 from services.kvstore.manifests import DELETION_SECONDS
 from services.kvstore.remote import RemoteTier
 from services.kvstore.tests.blocks import FINGERPRINT, key, payload
-from services.kvstore.tests.objects import AGENT, CHAT, LIFE_SECONDS, Bucket, sealed_segment, upload
+from services.kvstore.tests.objects import AGENT, CHAT, LIFE_SECONDS, Bucket, SameClock, sealed_segment, upload
 from services.kvstore.tiers import Selection
 
 TENANTS = ("acme", "zeta", "")
@@ -34,6 +34,7 @@ class Unreliable(BlobBackend):
 
     def __init__(self, bucket: Bucket, chance: random.Random) -> None:
         super().__init__(bucket.store, bucket.options)
+        self.time = SameClock(bucket.clock)
         self._chance = chance
         self.is_reliable = False
 

@@ -14,6 +14,7 @@ from services.kvstore.tests.objects import (
     LIFE_SECONDS,
     Clock,
     Engine,
+    SameClock,
     eventually,
     gate,
     sealed_segment,
@@ -54,7 +55,9 @@ class Prefix:
         self.clock = Clock()
 
     def replica(self) -> RemoteTier:
-        return RemoteTier(open_blobs(self.url, self.options), now=self.clock)
+        blobs = open_blobs(self.url, self.options)
+        blobs.time = SameClock(self.clock)
+        return RemoteTier(blobs, now=self.clock)
 
     async def fresh(self) -> RemoteTier:
         tier = self.replica()
@@ -69,6 +72,15 @@ async def test_create_if_absent_is_decided_by_the_server(s3):
 
     assert 1 == sum(won)
     assert bytes([won.index(True)]) == await blobs.get("one", max_bytes=10)
+
+
+async def test_the_servers_clock_is_read_from_what_it_stores(s3):
+    """As often as is wanted, from one object."""
+    blobs = open_blobs(f"s3://{BUCKET}/time", BlobOptions.model_validate(s3.options))
+    for _ in range(2):
+        await blobs.ask_time()
+    assert abs(blobs.time.ahead_seconds) < 30
+    assert ["clock/mark"] == [one.path for one in await blobs.list("", max_blobs=10)]
 
 
 async def test_a_lost_replica_loses_nothing(s3, tmp_path):

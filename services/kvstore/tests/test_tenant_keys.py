@@ -56,7 +56,7 @@ class Replicas:
 @pytest.fixture
 def replicas(tmp_path, monkeypatch):
     made = Replicas(tmp_path)
-    monkeypatch.setattr("services.kvstore.encryption.time.time", made.bucket.clock)
+    made.bucket.clock.rule(monkeypatch)
     return made
 
 
@@ -110,7 +110,7 @@ async def test_a_new_tenants_blocks_are_found_with_the_news(tmp_path, replicas):
     """Its key is fetched when its first manifest is heard of, not with the next listing."""
     one, two = await replicas.fresh("one"), await replicas.fresh("two")
     await upload(one, encrypted_segment(tmp_path, one.keys.keyring, range(2)))
-    _, heard = await two.catalog.hear()
+    heard = await two.catalog.hear()
 
     assert [True] == [two.keys.lacks_key_for(manifest) for manifest in heard]
     await two.keys.refresh(two.catalog.tombstones)
@@ -192,3 +192,14 @@ def test_one_bad_key_does_not_hide_the_others(tmp_path):
 
     assert b"payload" == keyring.unseal("acme", b"name", stored)
     assert b"more" == keyring.unseal("acme", b"name", keyring.seal("acme", b"name", b"more"))
+
+
+def test_a_strangers_key_alone_does_not_keep_a_tenant_out(tmp_path):
+    """It cannot seal: the tenant gets a key of its own beside it."""
+    keyring, stranger = Keyring(tmp_path / "a", MASTER), Keyring(tmp_path / "b", b"n" * 32)
+    stranger.seal("acme", b"name", b"payload")
+    (foreign,) = stranger.names
+    keyring.take(foreign, stranger.wrapped(foreign) or b"")
+
+    assert b"payload" == keyring.unseal("acme", b"name", keyring.seal("acme", b"name", b"payload"))
+    assert 2 == len(keyring.names)

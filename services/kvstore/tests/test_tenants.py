@@ -242,3 +242,15 @@ def test_a_master_key_that_cannot_be_used_is_refused_by_name(tmp_path: Path, con
         Keyring.load(tmp_path / "keys", path)
     path.write_bytes(os.urandom(32))
     Keyring.load(tmp_path / "keys", path)
+
+
+async def test_a_block_whose_key_is_gone_is_a_miss_and_no_damage(tmp_path: Path, key_file: Path) -> None:
+    """Nothing is wrong with the disk; the block can be written anew, and is then read."""
+    store = await open_store(tmp_path / "kv", encryption_key_file=key_file)
+    await store.write(block(0, tenant="a"))
+    Keyring.load(tmp_path / "kv" / "keys", key_file).delete("a")
+    assert {} == await served(store, [0])
+    assert (0, 1, False) == (store.counts.damaged_blocks, store.counts.evictions["key"], store.has(FINGERPRINT, key(0)))
+    await store.write(block(0, tenant="a"))
+    assert {0: payload(0)} == await served(store, [0])
+    await store.close()
