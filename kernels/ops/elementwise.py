@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.ops.constants import constant
 from kernels.ops.scratch import Scratch
 
 PADDING = 8
@@ -32,10 +33,14 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, out: Tensor) -> Tensor:
 
     x: [..., size] fp32.  weight: broadcasts to x.  out: like x, may be x.  Returns out.
     """
-    size = x.shape[-1]
+    root = mean_square(x).add_(constant(eps, x.device)).sqrt_()
+    return torch.div(x, root, out=out).mul_(weight)
+
+
+def mean_square(x: Tensor) -> Tensor:
+    """Of each row: [..., size] fp32 -> [..., 1], new."""
     length = row_length(x)
-    torch.div(x, length.square_().mul_(1.0 / size).add_(eps).sqrt_(), out=out)
-    return out.mul_(weight)
+    return torch.mul(length, length, out=length).mul_(constant(1.0 / x.shape[-1], x.device))
 
 
 def row_length(x: Tensor) -> Tensor:

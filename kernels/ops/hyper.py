@@ -11,10 +11,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.ops.elementwise import row_length
+from kernels.ops import elementwise
+from kernels.ops.constants import constant
 
 STREAMS = 4
 COEFFICIENTS = 2 * STREAMS + STREAMS * STREAMS
@@ -42,8 +45,7 @@ def first_pre(num_tokens: int, device: torch.device) -> Tensor:
 
 def mean_square(streams: Tensor) -> Tensor:
     """Of all four streams of a token together: [tokens, 4, hidden] fp32 -> [tokens, 1]."""
-    flat = streams.flatten(1)
-    return row_length(flat).square_().mul_(1.0 / flat.shape[1])
+    return elementwise.mean_square(streams.flatten(1))
 
 
 def coefficients(
@@ -59,28 +61,32 @@ def coefficients(
     """A sublayer's coefficients, from the streams before it.
 
     product: [tokens, 24] fp32, the flattened streams times the mixing weight.  square: [tokens, 1], their mean_square.
-    scale: [3] (pre, post, mix).  base: [24].  eps: of the norm.  hc_eps: keeps every divisor of Sinkhorn above zero.
+    scale: [3] (pre, post, mix), or `spread` of it.  base: [24].  eps: of the norm.  hc_eps: keeps every divisor of
+    Sinkhorn above zero.
     """
-    tokens = len(product)
-    normed = product / (square + eps).sqrt_()
+    device = product.device
+    normed = product / (square + constant(eps, device)).sqrt_()
+    each = scale if scale.shape[0] == COEFFICIENTS else spread(scale)
     # Tokens last: then a step of the iteration is one contiguous pass however few tokens there are.
-    raw = (normed.mul_(_per_row(scale)).add_(base)).t().contiguous()
-    weights = raw[: 2 * STREAMS].neg().exp_().add_(1.0).reciprocal_()
-    matrix = _sinkhorn(raw[2 * STREAMS :].view(STREAMS, STREAMS, tokens), hc_eps, iterations)
+    raw = normed.mul_(each).add_(base).t().contiguous()
+    weights = raw[: 2 * STREAMS].neg().exp_().add_(constant(1.0, device)).reciprocal_()
+    matrix = _sinkhorn(raw[2 * STREAMS :].view(STREAMS, STREAMS, -1), hc_eps, iterations)
     return Coefficients(
-        pre=(weights[:STREAMS] + hc_eps).t().contiguous(),
-        post=(weights[STREAMS:] * 2.0).t().contiguous(),
+        pre=weights[:STREAMS].add_(constant(hc_eps, device)).t().contiguous(),
+        post=weights[STREAMS:].mul_(constant(2.0, device)).t().contiguous(),
         mix=matrix.permute(2, 0, 1).contiguous(),
     )
 
 
+def spread(scale: Tensor) -> Tensor:
+    """[3] -> [24]: the scale of each coefficient."""
+    return torch.cat([scale[0].expand(STREAMS), scale[1].expand(STREAMS), scale[2].expand(STREAMS * STREAMS)])
+
+
 def collapse(streams: Tensor, pre: Tensor) -> Tensor:
     """A sublayer's input (before its norm): [tokens, 4, hidden], [tokens, 4] -> [tokens, hidden] fp32."""
-    mixed = streams[:, 0] * pre[:, :1]
-    part = torch.empty_like(mixed)
-    for stream in range(1, STREAMS):
-        mixed.add_(torch.mul(streams[:, stream], pre[:, stream, None], out=part))
-    return mixed
+    first, second, third, fourth = (streams * pre.unsqueeze(2)).unbind(1)
+    return (first + second).add_(third).add_(fourth)
 
 
 def update(streams: Tensor, output: Tensor, made: Coefficients) -> Tensor:
@@ -88,38 +94,36 @@ def update(streams: Tensor, output: Tensor, made: Coefficients) -> Tensor:
 
     streams: [tokens, 4, hidden] fp32, unchanged.  output: [tokens, hidden].  Returns a new [tokens, 4, hidden].
     """
-    updated = output.unsqueeze(1) * made.post.unsqueeze(-1)
+    updated = output.unsqueeze(1) * made.post.unsqueeze(2)
     part = torch.empty_like(updated)
-    for stream in range(STREAMS):
-        share = made.mix[:, stream].unsqueeze(-1)
-        updated.add_(torch.mul(streams[:, stream].unsqueeze(1), share, out=part))
+    for stream, share in zip(streams.unsqueeze(2).unbind(1), made.mix.unsqueeze(3).unbind(1), strict=True):
+        updated.add_(torch.mul(stream, share, out=part))
     return updated
-
-
-def _per_row(scale: Tensor) -> Tensor:
-    """[3] -> [24]: the scale of each coefficient."""
-    return torch.cat([scale[0].expand(STREAMS), scale[1].expand(STREAMS), scale[2].expand(STREAMS * STREAMS)])
 
 
 def _sinkhorn(raw: Tensor, eps: float, iterations: int) -> Tensor:
     """[4, 4, tokens] logits -> rows and columns that sum to about one; the columns are divided last."""
-    least = raw.new_tensor(eps)  # a Python number would be made into a tensor at each of the forty additions
     powers = (raw - raw.amax(dim=1, keepdim=True)).exp_()
-    matrix = powers.div_(_sum_of_four(powers, dim=1)).add_(least)
-    matrix.div_(_sum_of_four(matrix, dim=0).add_(least))
-    for _ in range(iterations - 1):
-        matrix.div_(_sum_of_four(matrix, dim=1).add_(least))
-        matrix.div_(_sum_of_four(matrix, dim=0).add_(least))
-    return matrix
+    # Some eighty passes over a few numbers: numpy's calls cost a third of torch's, and both round each operation once.
+    return torch.from_numpy(_balanced(powers.cpu().numpy(), eps, iterations)).to(raw.device)
 
 
-def _sum_of_four(x: Tensor, *, dim: int) -> Tensor:
-    """x[0] + x[1] + x[2] + x[3] along dim, in this order, the dimension kept.
+def _balanced(powers: NDArray[np.float32], eps: float, iterations: int) -> NDArray[np.float32]:
+    """[4, 4, tokens] -> a new one, whose rows and columns were divided by their sums in turn.
 
-    On the CPU torch's own sum of four is these additions (a test holds it to that) at half the cost of writing them
-    out; a GPU may choose another order by the shape.
+    Sums go over the first dimension, so that a step is one pass whose additions have one order; what is divided is
+    written the other way round, for the next sum.  eps: added to every sum, so it lies in a fifth line of both.
     """
-    if x.device.type == "cpu":
-        return x.sum(dim=dim, keepdim=True)
-    first, second, third, fourth = x.unbind(dim)
-    return ((first + second).add_(third).add_(fourth)).unsqueeze(dim)
+    lines: NDArray[np.float32] = np.full((2, STREAMS + 1, *powers.shape[1:]), eps, np.float32)
+    by_column, by_row = lines[0], lines[1]
+    columns: NDArray[np.float32] = by_column[:STREAMS]
+    rows = by_row[:STREAMS]
+    sums = np.add.reduce(powers.transpose(1, 0, 2).copy(), 0)
+    np.divide(powers, sums[:, None], columns)
+    columns += by_column[STREAMS]
+    columns_turned, rows_turned = columns.transpose(1, 0, 2), rows.transpose(1, 0, 2)
+    for _ in range(iterations - 1):
+        np.divide(columns, np.add.reduce(by_column, 0, None, sums), rows_turned)
+        np.divide(rows, np.add.reduce(by_row, 0, None, sums), columns_turned)
+    np.divide(columns, np.add.reduce(by_column, 0, None, sums), columns)
+    return columns

@@ -24,23 +24,18 @@ def index_scores(queries: Tensor, weights: Tensor, keys: Tensor, *, position: in
     """
     tokens, heads, size = queries.shape
     first = position % TOKENS
-    slots = _slotted(queries, first)
-    factors = _slotted(weights.unsqueeze(2), first)
+    # Zero queries before and behind them, up to whole groups.
+    slots = torch.nn.functional.pad(queries, (0, 0, 0, 0, first, -(first + tokens) % TOKENS))
+    factors = weights.unsqueeze(2)
     units = keys.view(-1, UNIT, size)[: out.shape[1] // UNIT].unbind(0)
     for group in range(0, slots.shape[0], TOKENS):
         rows = slots[group : group + TOKENS].view(TOKENS * heads, size)
         low, high = max(group - first, 0), min(group + TOKENS - first, tokens)
         skipped = max(first - group, 0)
         for index, unit in enumerate(units):
-            product = torch.mm(rows, unit.mT).view(TOKENS, heads, UNIT).relu_().mul_(factors[group : group + TOKENS])
-            summed = _sum_heads(product)[skipped : skipped + high - low]
+            product = torch.mm(rows, unit.mT).view(TOKENS, heads, UNIT)[skipped : skipped + high - low]
+            summed = _sum_heads(product.relu_().mul_(factors[low:high]))
             out[low:high, index * UNIT : (index + 1) * UNIT] = summed
-
-
-def _slotted(rows: Tensor, first: int) -> Tensor:
-    """Rows with `first` zero ones before them, padded with zero ones to whole groups."""
-    behind = -(first + rows.shape[0]) % TOKENS
-    return torch.nn.functional.pad(rows, (0, 0) * (rows.dim() - 1) + (first, behind))
 
 
 def best(scores: Tensor, count: int) -> Tensor:

@@ -91,7 +91,10 @@ def _has_amx() -> bool:
 def _pack_gemm(dtype: torch.dtype) -> Callable[[Tensor, Tensor | None], Apply]:
     def pack(weight: Tensor, bias: Tensor | None) -> Apply:
         packed = weight.to(dtype).contiguous()
-        offset = None if bias is None else bias.to(dtype)
+        if bias is None:
+            turned = packed.t()
+            return lambda rows: torch.mm(rows, turned)  # what `linear` comes to, without the way there
+        offset = bias.to(dtype)
         return lambda rows: torch.nn.functional.linear(rows, packed, offset)
 
     return pack

@@ -17,6 +17,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kernels.ops.constants import constant
+
 GROUP = 32
 """Values that share a power-of-two scale: along a row of activations or fp4 weights, and both ways in fp8 weights."""
 _MAIN_GROUP = 16
@@ -220,7 +222,8 @@ def quantise_fp4_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def _grouped(x: Tensor, group: int) -> Tensor:
     """[n, size] -> [n, size / group, group], a view; n may be 0."""
-    return x.view(len(x), x.shape[1] // group, group)
+    rows, size = x.shape
+    return x.view(rows, size // group, group)
 
 
 def _fp8_groups(groups: Tensor) -> tuple[Tensor, Tensor]:
@@ -238,12 +241,14 @@ def _fp4_groups(groups: Tensor) -> tuple[Tensor, Tensor]:
 
 def _exponents(groups: Tensor, floor: float, limit: float) -> Tensor:
     """Biased exponent of the least power of two that brings a group within `limit`: [..., group] -> [..., 1] int32."""
-    ratio = groups.abs().amax(-1, keepdim=True).clamp_min_(floor).div_(limit)
-    return ratio.view(torch.int32).add_(0x7FFFFF).bitwise_right_shift_(23)
+    device = groups.device
+    ratio = groups.abs().amax(-1, keepdim=True).clamp_min_(floor).div_(constant(limit, device))
+    rounded_up = ratio.view(torch.int32).add_(constant(0x7FFFFF, device, torch.int32))
+    return rounded_up.bitwise_right_shift_(constant(23, device, torch.int32))
 
 
 def _power(exponents: Tensor) -> Tensor:
-    return (exponents << 23).view(torch.float32)
+    return (exponents << constant(23, exponents.device, torch.int32)).view(torch.float32)
 
 
 def _ue8m0(scales: Tensor) -> Tensor:

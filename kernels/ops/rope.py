@@ -66,15 +66,19 @@ def rotate_last(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -
 
     x: [tokens, ..., size] fp32, size >= 2 * pairs.  cos, sin: [tokens, pairs].  inverse: turn back.  Returns x.
     """
-    pairs = cos.shape[-1]
-    shape = (len(cos), *(1,) * (x.dim() - 2), pairs)
-    cos, sin = cos.view(shape), sin.view(shape)
-    turning = x[..., x.shape[-1] - 2 * pairs :]
-    even, odd = turning[..., ::2], turning[..., 1::2]
+    tokens, pairs = cos.shape
+    if x.dim() > 2:
+        shape = (tokens, *(1,) * (x.dim() - 2), pairs)
+        cos, sin = cos.view(shape), sin.view(shape)
+    first = x.shape[-1] - 2 * pairs
+    even, odd = x[..., first::2], x[..., first + 1 :: 2]
+    even_sin, odd_sin = even * sin, odd * sin
+    even.mul_(cos)
+    odd.mul_(cos)
     if inverse:
-        straight, crossed = even * cos + odd * sin, odd * cos - even * sin
+        even.add_(odd_sin)
+        odd.sub_(even_sin)
     else:
-        straight, crossed = even * cos - odd * sin, odd * cos + even * sin
-    even.copy_(straight)
-    odd.copy_(crossed)
+        even.sub_(odd_sin)
+        odd.add_(even_sin)
     return x

@@ -9,9 +9,12 @@ additions, multiplications and one division here, each rounded once.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+from kernels.ops.constants import constant
 
 _SERIES_TERMS = 9
 """Terms of the series of atanh: with z of at most 1/3 the tenth is below 2^-31 of the sum."""
@@ -38,10 +41,12 @@ def route(logits: Tensor, bias: Tensor, *, top_k: int, scaling: float) -> Routes
     order = torch.sort(affinity + bias, dim=-1, descending=True, stable=True).indices
     experts = order[:, :top_k].contiguous()
     chosen = affinity.gather(1, experts)
-    total = chosen[:, :1].clone()
-    for slot in range(1, top_k):
-        total.add_(chosen[:, slot, None])
-    return Routes(experts, chosen.div_(total.add_(_LEAST_SUM)).mul_(scaling))
+    first, *others = chosen.unbind(1)
+    total = first.clone()
+    for other in others:
+        total.add_(other)
+    total.add_(constant(_LEAST_SUM, total.device))
+    return Routes(experts, chosen.div_(total.unsqueeze(1)).mul_(constant(scaling, total.device)))
 
 
 def softplus(x: Tensor) -> Tensor:
@@ -50,9 +55,17 @@ def softplus(x: Tensor) -> Tensor:
     max(x, 0) + log(1 + u) with u = exp(-|x|), and log(1 + u) = 2 atanh(u / (u + 2)).
     """
     small = x.contiguous().abs().neg_().exp_()
-    z = small.div_(small + 2.0)
+    two, zero = constant(2.0, x.device), constant(0.0, x.device)
+    z = small.div_(small + two)
     square = z * z
-    series = torch.full_like(z, 1.0 / (2 * _SERIES_TERMS - 1))
-    for term in range(_SERIES_TERMS - 1, 0, -1):
-        series.mul_(square).add_(1.0 / (2 * term - 1))
-    return series.mul_(z).mul_(2.0).add_(x.clamp_min(0.0))
+    last, *between, first = _factors(x.device)
+    series = square * last
+    for factor in between:
+        series.add_(factor).mul_(square)
+    return series.add_(first).mul_(z).mul_(two).add_(x.maximum(zero))
+
+
+@lru_cache(maxsize=8)
+def _factors(device: torch.device) -> tuple[Tensor, ...]:
+    """Of the series' terms, the last one's first."""
+    return tuple(constant(1.0 / (2 * term - 1), device) for term in range(_SERIES_TERMS, 0, -1))

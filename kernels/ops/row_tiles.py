@@ -64,9 +64,25 @@ class RowTiles:
 class TiledLinear:
     """A packed weight and the row counts proven for it."""
 
-    def __init__(self, linear: Linear, tiles: RowTiles) -> None:
+    def __init__(self, linear: Linear, tiles: RowTiles, padding: Scratch | None = None) -> None:
+        """padding: buffers that matrices of one model share; None = its own."""
         self.linear = linear
         self.tiles = tiles
+        self._padding = padding
+
+    def padded(self, rows: Tensor, tile: int) -> Tensor:
+        """Rows and others behind them: [n, in] -> [tile, in], a scratch buffer, or the rows when they are as many.
+
+        What stands behind is what an earlier product left there: no row's bits depend on its mates.
+        """
+        count, size = rows.shape
+        if count == tile:
+            return rows.contiguous()
+        if self._padding is None:
+            self._padding = Scratch(rows.device)
+        whole = self._padding.take("rows", (tile, size), rows.dtype)
+        whole[:count] = rows
+        return whole
 
     def run(self, rows: Tensor, tiles: Sequence[int], scratch: Scratch) -> Tensor:
         """Rows [sum(tiles), in] -> [sum(tiles), out], a scratch buffer or new.

@@ -79,7 +79,7 @@ class Output:
         numerics = self._numerics
         turned = numerics.bf16(rotate_last(numerics.bf16(attended), *turn, inverse=True))
         groups = numerics.fp8(turned.reshape(len(turned), self._groups, -1))
-        down = joined([product(matrix, groups[:, group]) for group, matrix in enumerate(self._down)])
+        down = joined([product(matrix, group) for matrix, group in zip(self._down, groups.unbind(1), strict=True)])
         return numerics.bf16(product(self._up, numerics.fp8(down)))
 
 
@@ -115,11 +115,11 @@ def read_window(step: Step, ring: Ring, keys: Tensor) -> Tensor:
     """
     half = step.half
     records = ring.encode(keys)
-    parts = [ring.decode(records), keys.new_zeros(1, keys.shape[1])]
-    if len(half.previous_slots):
-        parts.insert(0, ring.decode(ring.read(half.previous_slots, half.previous_places)))
+    parts = [records, records.new_zeros(1, records.shape[1])]  # bytes of zero are zeros in every format
+    if half.previous_slots.shape[0]:
+        parts.insert(0, ring.read(half.previous_slots, half.previous_places))
     ring.write(half.stored_slots, half.stored_places, records[half.stored_tokens])
-    return torch.cat(parts)
+    return ring.decode(torch.cat(parts))
 
 
 def attend_all(

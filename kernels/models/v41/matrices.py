@@ -10,6 +10,7 @@ from torch import Tensor
 from kernels.models.v41.checkpoint import Checkpoint
 from kernels.ops.linear import Kernel, Linear, plain
 from kernels.ops.row_tiles import RowTiles, TiledLinear, probe, prove
+from kernels.ops.scratch import Scratch
 
 MOST_ROWS = 516
 """Row counts up to this one are proven; more rows take several tiles."""
@@ -21,17 +22,14 @@ _SMALL_VALUES = 1 << 18
 
 def product(matrix: TiledLinear, rows: Tensor) -> Tensor:
     """Any number of rows, padded and cut into the matrix's proven tiles: [n, in] -> [n, out] fp32, new."""
-    count = len(rows)
+    count = rows.shape[0]
     if not count:
         return rows.new_empty(0, matrix.linear.out_features)
     tiles = matrix.tiles.plan(count)
-    padding = sum(tiles) - count
-    if padding:
-        rows = torch.nn.functional.pad(rows, (0, 0, 0, padding))
-    rows = rows.contiguous()
     if len(tiles) == 1:
-        return matrix.linear.apply(rows)[:count]
-    return torch.cat([matrix.linear.apply(part) for part in torch.split(rows, list(tiles))])[:count]
+        return matrix.linear.apply(matrix.padded(rows, tiles[0]))[:count]
+    parts = torch.split(matrix.padded(rows, sum(tiles)), list(tiles))
+    return torch.cat([matrix.linear.apply(part) for part in parts])[:count]
 
 
 class Packer:
@@ -39,6 +37,7 @@ class Packer:
 
     def __init__(self, kernel: Kernel, device: torch.device) -> None:
         self.kernel, self.device = kernel, device
+        self._padding = Scratch(device)
         self._tiles: dict[tuple[int, ...], RowTiles] = {}
         """By shape and limit."""
         self._proven: list[TiledLinear] = []
@@ -50,8 +49,8 @@ class Packer:
         shape = (*weight.shape, limit)
         if shape not in self._tiles:
             self._tiles[shape], _ = prove(kernel, [linear], limit=limit, device=self.device)
-            self._proven.append(TiledLinear(linear, self._tiles[shape]))
-        return TiledLinear(linear, self._tiles[shape])
+            self._proven.append(TiledLinear(linear, self._tiles[shape], self._padding))
+        return TiledLinear(linear, self._tiles[shape], self._padding)
 
     def probe(self) -> bytes:
         """32 bytes of what this machine computes with the first weight of every shape."""

@@ -7,7 +7,7 @@ from torch import Tensor
 from kernels.models.v41.attention import normed
 from kernels.models.v41.config import V41Config
 from kernels.models.v41.matrices import Source, product
-from kernels.ops.hyper import Coefficients, coefficients, collapse, mean_square, update
+from kernels.ops.hyper import Coefficients, coefficients, collapse, mean_square, spread, update
 from kernels.ops.numerics import Numerics
 
 
@@ -19,7 +19,7 @@ class Mixing:
         self._config, self._numerics = config, numerics
         self._product = source.packer.pack(source.tensor(f"hc_{sublayer}_fn"))
         self._base = source.tensor(f"hc_{sublayer}_base")
-        self._scale = source.tensor(f"hc_{sublayer}_scale")
+        self._scale = spread(source.tensor(f"hc_{sublayer}_scale"))
         self._norm = source.tensor(f"{sublayer}_norm.weight")
 
     def enter(self, streams: Tensor, pre: Tensor) -> Tensor:
