@@ -3,8 +3,9 @@
 Two processes with real engines, caches and handoffs on one machine; the model is small, its blocks are as large as the
 default model's. Each figure is printed with its yardstick from the same run: half a plain copy's rate for shared memory
 (the bytes are copied once on each side), a blocking socket for TCP and gRPC, where "grpc" is `Push` alone, without the
-socket beside it. Rates are the best of all rounds on both sides, for whatever else runs on a machine only ever slows
-them down; the ratio of the medians is printed too, and the median of the ratios of neighbours, of which both suffer.
+socket beside it; that is printed beside a stream by grpc.aio, too, of as large messages with which nothing is done.
+Rates are the best of all rounds on both sides, for whatever else runs on a machine only ever slows them down; the ratio
+of the medians is printed too, and the median of the ratios of neighbours, of which both suffer.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import torch
 from isal import isal_zlib
@@ -75,6 +77,7 @@ ROUNDS = 15
 MEBIBYTE = 1 << 20
 CHUNK_BYTES = 2 << 20
 BOOT = "bench"
+_BARE = "/fathom.bench.Bare/Push"
 SETTLE_SECONDS = 0.4
 """Room is made and mapped while the last chunk is computed; a small model's takes no time, so it is waited for."""
 
@@ -84,6 +87,9 @@ def main() -> None:
     keep_freed_memory()  # as each service does when it starts
     if sys.argv[1:2] == ["decode"]:
         asyncio.run(_decode(Path(sys.argv[2]), sys.argv[3]))
+        return
+    if sys.argv[1:2] == ["bare"]:
+        asyncio.run(_bare_receiver())
         return
     _checksums()
     with tempfile.TemporaryDirectory(prefix="fathom-bench-handoff-") as folder:
@@ -119,6 +125,11 @@ async def _handoffs(folder: Path, backend: str) -> None:
         if decode.returncode != -signal.SIGKILL:
             raise RuntimeError(f"the decode process ended by itself with {decode.returncode}")
     rate, yardstick = max(rates), max(yardsticks)
+    bare: dict[str, object] = {}
+    if backend == "grpc":
+        streams = await _bare_streams(NUM_BLOCKS, NUM_BLOCKS * 3 * MEBIBYTE)
+        bare = {"bare_stream_mebibytes_per_second": max(streams), "bare_ratio": max(streams) / yardstick}
+        bare["median_of_bare"] = statistics.median(rates) / statistics.median(streams)
     _print(
         name=f"handoff_{backend}",
         mebibytes_per_second=rate,
@@ -129,6 +140,7 @@ async def _handoffs(folder: Path, backend: str) -> None:
         paired_ratio=statistics.median(mine / theirs for mine, theirs in zip(rates, yardsticks, strict=True)),
         mebibytes=NUM_BLOCKS * 3,
         rounds=len(rates),
+        **bare,
     )
 
 
@@ -237,6 +249,45 @@ def _load(folder: Path, num_blocks: int) -> Executor:
     for block in range(1, num_blocks + 1):  # as after a while of serving: no page is used for the first time
         executor.write_block(block, bytes(executor.layout.block_bytes))
     return executor
+
+
+async def _bare_streams(num_messages: int, num_bytes: int) -> list[float]:
+    """Return the rates of a stream of messages that exist already, to somebody who only counts them, in MiB/s."""
+    receiver = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "bench.handoff", "bare", stdout=subprocess.PIPE
+    )
+    try:
+        assert receiver.stdout is not None
+        address = (await receiver.stdout.readline()).decode().strip()
+        message = os.urandom(num_bytes // num_messages)
+
+        async def messages() -> AsyncIterator[bytes]:
+            for _ in range(num_messages):
+                yield message
+
+        rates = []
+        async with open_channel(address, peer="bare") as channel:
+            call: Any = channel.stream_unary(_BARE, request_serializer=bytes, response_deserializer=bytes)
+            for _ in range(ROUNDS + 1):
+                started = time.perf_counter()
+                await call(messages(), timeout=20)
+                rates.append(num_bytes / MEBIBYTE / (time.perf_counter() - started))
+                await asyncio.sleep(0.1)
+        return rates[1:]
+    finally:
+        receiver.kill()
+        await receiver.wait()
+
+
+async def _bare_receiver() -> None:
+    async def count(messages: AsyncIterator[bytes], _context: Any) -> bytes:
+        return str(sum([len(message) async for message in messages])).encode()
+
+    service, _, method = _BARE[1:].partition("/")
+    handler = grpc.stream_unary_rpc_method_handler(count, request_deserializer=bytes, response_serializer=bytes)
+    async with serve(lambda server: server.add_registered_method_handlers(service, {method: handler})) as address:
+        print(address, flush=True)
+        await asyncio.sleep(300)
 
 
 def _half_copy(num_bytes: int) -> float:

@@ -94,6 +94,8 @@ class Executor:
         self.runs_ahead = self._drawer is not None and run_ahead is not False
         """A step may be launched before the one before is collected; its rows may hold PENDING."""
         self._is_undrawn = False
+        self.is_on_host = model.is_on_host
+        """Any thread may call `copy_block` and `read_window`, also beside a step, for what no step is writing."""
 
     @classmethod
     @torch.inference_mode()

@@ -208,7 +208,7 @@ class PushChunk(_message.Message):
     offset_bytes: _builtins.int
     """Where this piece goes in the block. Unit: bytes."""
     data: _builtins.bytes
-    """At most 2 MiB."""
+    """At most 4 MiB. A block that is larger comes in parts."""
     crc32: _builtins.int
     """CRC-32 (IEEE) of `data`."""
     is_window: _builtins.bool

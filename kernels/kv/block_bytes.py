@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
+
+import numpy as np
 import torch
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
@@ -43,11 +47,16 @@ class BlockBytes:
         self.layout = layout
         self.num_blocks = num_blocks
         self.crossing = Crossing.of(device)
-        self._blocks: Tensor = torch.zeros(num_blocks, layout.block_bytes, dtype=torch.uint8, device=device)
+        self._blocks = _zeros(num_blocks, layout.block_bytes, device)
         self._buffers: list[Tensor] = []
         if device.type == "cuda":
             count = min(max(_FETCHING_BYTES // layout.block_bytes, _LEAST_FETCHING), _MOST_FETCHING)
             self._buffers += [torch.empty(layout.block_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(count)]
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the blocks lie in memory that any thread can read."""
+        return self._blocks.is_cpu
 
     def read_block(self, block_id: int) -> bytes:
         """The block's bytes as the layout describes them."""
@@ -73,6 +82,10 @@ class BlockBytes:
         self._check_block(block_id)
         if len(place) != self.layout.block_bytes:
             raise ValueError(f"a block has {self.layout.block_bytes} bytes, the place {len(place)}")
+        if self._blocks.is_cpu:
+            # Not torch's copy: in a thread that is not the engine's it would start threads of its own.
+            np.copyto(np.frombuffer(place, np.uint8), self._blocks[block_id].numpy())
+            return
         with self.crossing.copying(block_id):
             torch.frombuffer(place, dtype=torch.uint8).copy_(self._blocks[block_id])
 
@@ -87,19 +100,23 @@ class BlockBytes:
 
         On a CPU the block itself is summed, while it is still in cache; for a GPU the copy that is sent there.
         """
-        taken = self._checked(block_id, payload)
         if self._blocks.is_cpu:
-            self._blocks[block_id].copy_(taken)
-            return xxh3_64_intdigest(self._blocks[block_id].numpy().data)
-        taken = taken.clone()
+            self._check_payload(block_id, payload)
+            held = self._blocks[block_id].numpy()
+            np.copyto(held, np.frombuffer(payload, np.uint8))
+            return xxh3_64_intdigest(held.data)
+        taken = self._checked(block_id, payload).clone()
         with self.crossing.copying(block_id):
             self._blocks[block_id].copy_(taken)
         return xxh3_64_intdigest(taken.numpy().data)
 
-    def _checked(self, block_id: int, payload: bytes | bytearray | memoryview) -> Tensor:
+    def _check_payload(self, block_id: int, payload: bytes | bytearray | memoryview) -> None:
         self._check_block(block_id)
         if len(payload) != self.layout.block_bytes:
             raise ValueError(f"a block has {self.layout.block_bytes} bytes, the payload {len(payload)}")
+
+    def _checked(self, block_id: int, payload: bytes | bytearray | memoryview) -> Tensor:
+        self._check_payload(block_id, payload)
         if memoryview(payload).readonly:  # torch takes writable memory only
             payload = bytearray(payload)
         return torch.frombuffer(payload, dtype=torch.uint8)
@@ -107,3 +124,13 @@ class BlockBytes:
     def _check_block(self, block_id: int) -> None:
         if not 0 < block_id < self.num_blocks:
             raise ValueError(f"block {block_id} is not one of 1..{self.num_blocks - 1}")
+
+
+def _zeros(num_blocks: int, block_bytes: int, device: torch.device) -> Tensor:
+    """[num_blocks, block_bytes] uint8. On a CPU in huge pages where the kernel grants them: blocks are read whole."""
+    if device.type != "cpu":
+        return torch.zeros(num_blocks, block_bytes, dtype=torch.uint8, device=device)
+    mapped = mmap.mmap(-1, num_blocks * block_bytes)
+    with contextlib.suppress(OSError):
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(mapped, dtype=torch.uint8).view(num_blocks, block_bytes)

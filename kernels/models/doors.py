@@ -16,6 +16,10 @@ class BlockDoor:
 
     cache: BlockBytes
 
+    @property
+    def is_on_host(self) -> bool:
+        return self.cache.is_on_host
+
     def read_block(self, block_id: int) -> bytes:
         return self.cache.read_block(block_id)
 

@@ -77,6 +77,10 @@ class Model(Protocol):
         KV of all tokens goes to blocks and windows.  Raises BadBatch before anything is changed.
         """
 
+    @property
+    def is_on_host(self) -> bool:
+        """Whether blocks and windows lie in memory that any thread can read, also while `forward` runs."""
+
     def read_block(self, block_id: int) -> bytes:
         """layout.block_bytes bytes."""
 

@@ -3,35 +3,33 @@
 In shared memory: a file with a 4 KiB header that begins with the ticket's nonce, then room for the blocks that must
 travel, in table order, without gaps, then for the window state. Where a lane says what lies where, room that the
 receiver has emptied, as marks in the header say, is used again while it is still in the CPU's cache.
-Over gRPC: pieces of at most 2 MiB, each with its checksum, which end in such an area in the receiver's own memory. On a
-plain socket: `handoff_lane`.
+Over gRPC: `handoff_push`; pieces of a block that is larger than a message are put together in such an area in the
+receiver's own memory. On a plain socket: `handoff_lane`.
 Bytes are copied once on each side: from the sender's cache into the file, and from there into the receiver's cache.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import mmap
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from isal.isal_zlib import crc32
 from xxhash import xxh3_64_intdigest
 
-from proto.common_pb2 import Ticket
-from proto.decode_pb2 import PushChunk
-from services.chassis.errors import BlocksLost, InvalidRequest
+from services.chassis.errors import InvalidRequest
 
 HEADER_BYTES = 4096
 NONCE_BYTES = 16
 MAX_MARKS = HEADER_BYTES - NONCE_BYTES
 """Runs' places beyond so many are used once."""
-CHUNK_BYTES = 2 << 20
 SHM_ROOT = Path("/dev/shm")  # noqa: S108 - the folder below it is private (0700) and its owner is checked
 HOLD_BEAT_SECONDS = 0.5
 HOLD_SILENCE_SECONDS = 3.0
@@ -40,6 +38,7 @@ _PREFIX = "fathom-"
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE, which Python 3.11 has no name for."""
 _TOUCH_BYTES = 2 << 20
+_CLOSE_SECONDS = 0.05
 
 
 class StagingUnavailableError(Exception):
@@ -80,14 +79,14 @@ class Staging:
         self.path = path
         return mapped
 
-    def write(self, block: int, offset_bytes: int, data: bytes) -> None:
+    def write(self, block: int, offset_bytes: int, data: bytes | memoryview) -> None:
         """Put a piece of the block at that place (counted among the blocks that travel) where it belongs."""
         end = offset_bytes + len(data)
         if not (0 <= block < self.num_blocks and end <= self._shape.block_bytes):
             raise InvalidRequest(f"block {block}, bytes {offset_bytes} to {end} lie outside the reservation")
         self.block(block)[offset_bytes:end] = data
 
-    def write_window(self, offset_bytes: int, data: bytes) -> None:
+    def write_window(self, offset_bytes: int, data: bytes | memoryview) -> None:
         """Put a piece of the window state where it belongs."""
         end = offset_bytes + len(data)
         if end > self._shape.window_bytes:
@@ -201,6 +200,20 @@ def populate(mapped: mmap.mmap) -> None:
             mapped.madvise(_POPULATE_WRITE, start, min(_TOUCH_BYTES, len(mapped) - start))
 
 
+def close_soon(close: Callable[[], object]) -> None:
+    """Let go of mapped memory in a moment, in a thread: that takes milliseconds, and holds the interpreter lock.
+
+    What ends a handoff is said first. To be called on the event loop.
+    """
+    loop = asyncio.get_running_loop()
+
+    def close_in_thread() -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is ending, and the process with it
+            loop.run_in_executor(None, close)
+
+    loop.call_later(_CLOSE_SECONDS, close_in_thread)
+
+
 def _unmap(mapped: mmap.mmap) -> bool:
     try:
         mapped.close()
@@ -266,26 +279,3 @@ def block_xxh3(payload: bytes | bytearray | memoryview) -> int:
     a `block_crc32`.
     """
     return xxh3_64_intdigest(payload)
-
-
-def chunks_of(
-    payload: bytes | bytearray | memoryview, *, block_index: int = 0, ticket: Ticket | None, is_window: bool = False
-) -> Iterator[PushChunk]:
-    """Cut one block, or the window state, into pieces for Push. Only a stream's first piece carries the ticket."""
-    for offset in range(0, len(payload), CHUNK_BYTES):
-        data = bytes(payload[offset : offset + CHUNK_BYTES])
-        yield PushChunk(
-            ticket=ticket if offset == 0 else None,
-            block_index=block_index,
-            offset_bytes=offset,
-            data=data,
-            crc32=crc32(data),
-            is_window=is_window,
-        )
-
-
-def check_chunk(chunk: PushChunk) -> None:
-    """Raise BlocksLost when a piece arrived changed."""
-    if crc32(chunk.data) != chunk.crc32:
-        what = "the window state" if chunk.is_window else f"block {chunk.block_index}"
-        raise BlocksLost(f"a piece of {what} arrived damaged")

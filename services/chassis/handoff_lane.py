@@ -14,6 +14,7 @@ import struct
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from proto.common_pb2 import Ticket
 from services.chassis.handoff import NONCE_BYTES, populate
@@ -91,6 +92,23 @@ def parse_hello(data: bytes) -> Hello:
     return Hello(epoch, nonce, shares_file)
 
 
+def path_beside(file: Path) -> Path:
+    """Where the receiver listens, too, for those who share its files: half of a handoff's wake-ups go past TCP."""
+    return file.with_name("lane")
+
+
+def connect_beside(file: Path, ticket: Ticket) -> socket.socket:
+    """As `connect`, through the receiver's folder in shared memory; the runs lie in that file of it."""
+    lane = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    lane.settimeout(CONNECT_SECONDS)
+    try:
+        lane.connect(str(path_beside(file)))
+    except OSError as error:
+        lane.close()
+        raise LaneUnavailableError(f"{path_beside(file)}: {error}") from error
+    return _let_in(lane, ticket, shares_file=True)
+
+
 def connect(host: str, port: int, ticket: Ticket, *, shares_file: bool) -> socket.socket:
     """Return a connection that the ticket was let in on. Blocks for a second at most; raises LaneUnavailableError."""
     if _unreachable.get((host, port), 0.0) > time.monotonic():
@@ -102,16 +120,20 @@ def connect(host: str, port: int, ticket: Ticket, *, shares_file: bool) -> socke
             _unreachable.clear()
         _unreachable[host, port] = time.monotonic() + AGAIN_SECONDS
         raise LaneUnavailableError(f"{host}:{port}: {error}") from error
+    lane.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return _let_in(lane, ticket, shares_file=shares_file)
+
+
+def _let_in(lane: socket.socket, ticket: Ticket, *, shares_file: bool) -> socket.socket:
     try:
-        lane.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         lane.sendall(_HELLO.pack(_MAGIC, shares_file, ticket.epoch, ticket.nonce))
         answer = lane.recv(1)
     except (OSError, struct.error) as error:
         lane.close()
-        raise LaneUnavailableError(f"{host}:{port}: {error}") from error
+        raise LaneUnavailableError(f"the lane broke: {error}") from error
     if answer != ACCEPTED:
         lane.close()
-        raise LaneUnavailableError(f"{host}:{port} does not know the ticket")
+        raise LaneUnavailableError("decode does not know the ticket")
     lane.settimeout(STALL_SECONDS)
     return lane
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from proto.common_pb2 import Ticket
-from proto.decode_pb2 import CommitRequest, HoldReply, PushChunk, ReserveReply, ReserveRequest
+from proto.decode_pb2 import CommitRequest, HoldReply, ReserveReply, ReserveRequest
 from services.chassis import names
 from services.chassis.errors import (
     BlocksLost,
@@ -27,6 +27,7 @@ from services.chassis.errors import (
     PeerLost,
 )
 from services.chassis.handoff import HOLD_BEAT_SECONDS, NONCE_BYTES
+from services.chassis.handoff_push import Piece, check_piece
 from services.chassis.telemetry import log, span
 from services.decode.landing import LAND_SECONDS, Landing
 from services.decode.lanes import Lane
@@ -90,12 +91,12 @@ class Intake:
         """folder: private and in shared memory, or None to have all bytes travel."""
         self.lane_port = 0
         """Where blocks come past gRPC; 0: nowhere."""
+        self.folder = folder
         self._thread = thread
         self._rooms = rooms
         self._limits = limits
         self._replica = replica
         self._boot_id = boot_id
-        self._folder = folder
         self._counters = counters
         self._wait_seconds = wait_seconds
         self._reservation_seconds = reservation_seconds
@@ -125,7 +126,7 @@ class Intake:
         nonce = secrets.token_bytes(NONCE_BYTES)
         try:
             present = await self._room(epoch, request, num_blocks, min(self._wait_seconds, expires - now))
-            staging = await open_staging(nonce, num_blocks - present, self._limits, self._folder)
+            staging = await open_staging(nonce, num_blocks - present, self._limits, self.folder)
         except BaseException:
             self._thread.post(self._rooms.release, epoch)
             raise
@@ -179,25 +180,27 @@ class Intake:
         for handoff in [h for h in self._handoffs.values() if h.lane is lane and h.state is State.OPEN]:
             self._drop(handoff, "damaged", error)
 
-    async def push(self, chunks: AsyncIterator[PushChunk]) -> int:
-        """Take pieces of blocks into the ticket's staging area; return the bytes taken."""
+    async def push(self, pieces: AsyncIterator[Piece]) -> int:
+        """Take pieces of the ticket's blocks; return the bytes taken."""
         handoff: Reservation | None = None
         num_bytes = 0
-        async for chunk in chunks:
-            handoff = handoff or self._find_for_writing(chunk.ticket)
+        async for piece in pieces:
+            handoff = handoff or self._find_for_writing(piece.head.ticket)
             try:
-                self._stage(handoff, chunk)
+                self._check_open(handoff)
+                await asyncio.to_thread(check_piece, piece)
+                self._check_open(handoff)
+                await handoff.take(piece)
             except (BlocksLost, InvalidRequest) as error:
                 self._drop(handoff, "damaged", error)  # the holder hears why even if this call's status gets lost
                 raise
-            num_bytes += len(chunk.data)
+            num_bytes += len(piece.data)
         return num_bytes
 
-    def _stage(self, handoff: Reservation, chunk: PushChunk) -> None:
+    def _check_open(self, handoff: Reservation) -> None:
         if handoff.state is not State.OPEN or handoff.staging is None:
             self._counters.count_late_write()
             raise BlocksLost("the reservation ended while its blocks were arriving")
-        handoff.stage(chunk)
 
     async def commit(self, request: CommitRequest) -> None:
         """Verify what came and let the sequence start; if it is wrong, forget the ticket and raise BlocksLost."""

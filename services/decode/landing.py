@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from services.chassis.errors import BlocksLost, InvalidRequest
-from services.chassis.handoff_lane import Run, blocks_per_run
+from services.chassis.handoff_lane import QUEUED_BYTES, Run, blocks_per_run
 
 if TYPE_CHECKING:
     from services.chassis.engine_thread import EngineThread
@@ -53,7 +54,10 @@ class Landing:
         self._begun: set[int] = set()
         """Places of blocks that the engine was given; -1 for the window state."""
         self._checksums: dict[int, int] = {}
-        self._window_checksum: int | None = None
+        """By place. The engine's thread fills it, and the event loop reads it once it is whole."""
+        self._taking_bytes = 0
+        """Of messages that the engine has not copied yet."""
+        self._has_taken: asyncio.Future[None] | None = None
         self._whole: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def check(self, run: Run, *, shares_file: bool) -> None:
@@ -64,6 +68,16 @@ class Landing:
             raise InvalidRequest(f"blocks {run.first} to {end} lie outside the reservation")
         if run.num_bytes != (0 if shares_file else num_bytes):
             raise InvalidRequest(f"a run of {num_bytes} bytes came with {run.num_bytes}")
+        # The copies of a second one could follow the comparison of the first one's sums.
+        if not self._begun.isdisjoint([_WINDOW] if run.is_window else range(run.first, end)):
+            raise InvalidRequest(
+                "the window state came twice" if run.is_window else f"blocks {run.first} to {end} came twice"
+            )
+
+    def _check_first(self, places: Iterable[int]) -> None:
+        """A second copy could follow the comparison of the first one's sums."""
+        if not self._begun.isdisjoint(places):
+            raise InvalidRequest(f"something came twice: blocks {[*places]}, where {_WINDOW} is the window state")
 
     def land(self, first: int, payloads: Sequence[memoryview], then: Callable[[], None]) -> None:
         """Have blocks copied into the pool; `then` is called, in the engine's thread, when they are."""
@@ -75,21 +89,41 @@ class Landing:
         self._begun.add(_WINDOW)
         self._thread.post(self._land_window, payload, then)
 
+    async def take(self, place: int | None, payload: memoryview) -> None:
+        """Have a block, or with None the window state, copied from memory that nobody writes any more.
+
+        Waits while much of that is there.  Raises InvalidRequest for a place outside or one that was taken before,
+        BlocksLost when the engine takes nothing for too long.
+        """
+        if not (self.window_bytes if place is None else 0 <= place < self.num_blocks):
+            raise InvalidRequest(f"block {place}, or for None the window state, is not one that has to travel")
+        self._check_first([_WINDOW if place is None else place])
+        self._taking_bytes += len(payload)
+        then = partial(self._thread.tell, self._taken, len(payload))
+        if place is None:
+            self.land_window(payload, then)
+        else:
+            self.land(place, [payload], then)
+        if self._taking_bytes > QUEUED_BYTES:
+            self._has_taken = asyncio.get_running_loop().create_future()
+            await _in_time(self._has_taken)
+
+    def _taken(self, num_bytes: int) -> None:
+        self._taking_bytes -= num_bytes
+        if self._taking_bytes <= QUEUED_BYTES and self._has_taken is not None and not self._has_taken.done():
+            self._has_taken.set_result(None)
+
     async def confirm(self, staging: Staging, block_checksums: Sequence[int], window_checksum: int) -> None:
         """Take what has not come yet from the staging area, and compare all. Raises BlocksLost when something is wrong.
 
         Nothing else may call `land` from here on.
         """
         await self._take_rest(staging)
-        try:
-            async with asyncio.timeout(LAND_SECONDS):
-                await asyncio.shield(self._whole)
-        except TimeoutError:
-            raise BlocksLost("the engine did not take the blocks in time") from None
+        await _in_time(asyncio.shield(self._whole))
         for place, checksum in enumerate(block_checksums):
             if self._checksums[place] != checksum:
                 raise BlocksLost(f"block {self._first_block + place} arrived damaged")
-        if self.window_bytes and self._window_checksum != window_checksum:
+        if self.window_bytes and self._checksums[_WINDOW] != window_checksum:
             raise BlocksLost("the window state arrived damaged")
 
     async def _take_rest(self, staging: Staging) -> None:
@@ -102,7 +136,7 @@ class Landing:
             for place in group[:-1]:
                 self.land(place, [staging.block(place)], _nothing)
             self.land(group[-1], [staging.block(group[-1])], lambda taken=taken: taken.set(None))  # type: ignore[misc]
-            await taken
+            await _in_time(taken)
         if self.window_bytes and _WINDOW not in self._begun:
             self.land_window(staging.window(), _nothing)
 
@@ -114,7 +148,7 @@ class Landing:
         except Exception as error:  # noqa: BLE001 - raised again by `confirm`
             self._thread.tell(self._fail, error)
         else:
-            self._thread.tell(self._note, first, checksums)
+            self._note(first, checksums)
         finally:
             then()
 
@@ -124,23 +158,20 @@ class Landing:
         except Exception as error:  # noqa: BLE001 - raised again by `confirm`
             self._thread.tell(self._fail, error)
         else:
-            self._thread.tell(self._note_window, checksum)
+            self._note(_WINDOW, [checksum])
         finally:
             then()
 
+    def _note(self, first: int, checksums: Sequence[int]) -> None:
+        """Wake the event loop only when all are there: it waits for nothing less."""
+        self._checksums.update(enumerate(checksums, start=first))
+        if len(self._checksums) == self.num_blocks + (self.window_bytes > 0):
+            self._thread.tell(self._succeed)
+
     # On the event loop.
 
-    def _note(self, first: int, checksums: Sequence[int]) -> None:
-        self._checksums.update(enumerate(checksums, start=first))
-        self._end_if_whole()
-
-    def _note_window(self, checksum: int) -> None:
-        self._window_checksum = checksum
-        self._end_if_whole()
-
-    def _end_if_whole(self) -> None:
-        has_window = self._window_checksum is not None or not self.window_bytes
-        if len(self._checksums) == self.num_blocks and has_window and not self._whole.done():
+    def _succeed(self) -> None:
+        if not self._whole.done():
             self._whole.set_result(None)
 
     def _fail(self, error: Exception) -> None:
@@ -149,6 +180,14 @@ class Landing:
         if not self._whole.done():
             self._whole.set_exception(error)
             self._whole.exception()  # there may never be a commit to raise it
+
+
+async def _in_time(taken: Awaitable[None]) -> None:
+    try:
+        async with asyncio.timeout(LAND_SECONDS):
+            await taken
+    except TimeoutError:
+        raise BlocksLost("the engine did not take the blocks in time") from None
 
 
 def _nothing() -> None:

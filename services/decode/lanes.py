@@ -12,6 +12,7 @@ import queue
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from services.chassis.errors import BlocksLost, FathomError, InvalidRequest, PeerLost
@@ -26,6 +27,7 @@ from services.chassis.handoff_lane import (
     hang_up,
     make_buffer,
     parse_hello,
+    path_beside,
     receive_into,
     receive_run,
 )
@@ -34,7 +36,7 @@ from services.chassis.telemetry import log
 from services.decode.landing import LAND_SECONDS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from services.chassis.handoff import Staging
     from services.decode.intake import Intake
@@ -79,6 +81,8 @@ class Lane:
         landing = self._landing
         most_blocks = blocks_per_run(landing.block_bytes)
         size = max(min(landing.num_blocks, most_blocks) * landing.block_bytes, landing.window_bytes)
+        if not size:
+            raise InvalidRequest("this reservation waits for no bytes")
         slots: queue.LifoQueue[memoryview] = queue.LifoQueue()
         for _ in range(min(max(QUEUED_BYTES // size, 2), -(-landing.num_blocks // most_blocks) + 1)):
             slots.put(memoryview(b"") if self.shares_file else make_buffer(size))
@@ -118,40 +122,48 @@ class Lane:
 
 
 class Lanes:
-    """The listening socket of one replica."""
+    """The listening sockets of one replica: at a port, and in its folder in shared memory for whoever finds that."""
 
-    def __init__(self, intake: Intake, listener: socket.socket) -> None:
-        self.port: int = listener.getsockname()[1]
+    def __init__(self, intake: Intake, listeners: Sequence[socket.socket]) -> None:
+        """The first one is at a port."""
+        self.port: int = listeners[0].getsockname()[1]
         self._intake = intake
-        self._listener = listener
+        self._listeners = listeners
         self._threads = ThreadPoolExecutor(MAX_LANES, thread_name_prefix="handoff lane")
         self._callers: set[asyncio.Task[None]] = set()
         self._open: set[Lane] = set()
-        self._accepting = asyncio.create_task(self._accept(), name="handoff lanes")
+        self._accepting = tuple(asyncio.create_task(self._accept(each), name="handoff lanes") for each in listeners)
 
     @classmethod
     def open(cls, intake: Intake, host: str, port: int) -> Lanes:
         """Listen, and have the intake say so in its answers. Raises OSError when the port is taken."""
-        listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-        listener.setblocking(False)
-        lanes = cls(intake, listener)
+        listeners = [socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)]
+        if intake.folder is not None:
+            try:
+                listeners.append(_listen_beside(intake.folder))
+            except OSError as error:  # a long path, say
+                log.info("decode.lanes.not_in_folder", reason=str(error))
+        for listener in listeners:
+            listener.setblocking(False)
+        lanes = cls(intake, listeners)
         intake.lane_port = lanes.port
         return lanes
 
     async def close(self) -> None:
         """Listen no more, and hang up on whoever still sends."""
         self._intake.lane_port = 0
-        await end_tasks((self._accepting,))
-        self._listener.close()
+        await end_tasks(self._accepting)
+        for listener in self._listeners:
+            _stop_listening(listener)
         for lane in self._open:
             lane.close()
         self._threads.shutdown(wait=False)
 
-    async def _accept(self) -> None:
+    async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                connection, _ = await loop.sock_accept(self._listener)
+                connection, _ = await loop.sock_accept(listener)
             except OSError as error:  # too many files are open, say
                 log.warning("decode.lanes.cannot_accept", reason=str(error))
                 await asyncio.sleep(_REST_SECONDS)
@@ -188,6 +200,24 @@ class Lanes:
                 data += piece
         if len(self._open) >= MAX_LANES:
             raise BlocksLost(f"{MAX_LANES} handoffs use lanes already")
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setblocking(True)  # from here on a thread waits; the reservation's end wakes it up
         return self._intake.open_lane(parse_hello(bytes(data)), connection)
+
+
+def _listen_beside(folder: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(str(path_beside(folder / "any")))
+        listener.listen()
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _stop_listening(listener: socket.socket) -> None:
+    if listener.family == socket.AF_UNIX:
+        Path(listener.getsockname()).unlink(missing_ok=True)
+    listener.close()

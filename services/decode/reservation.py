@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from proto.common_pb2 import Ticket
-from proto.decode_pb2 import CommitRequest, PushChunk, ReserveRequest
+from proto.decode_pb2 import CommitRequest, ReserveRequest
 from services.chassis.errors import BlocksLost, DeadlinePassed, FathomError, InvalidRequest, PromptTooLong
-from services.chassis.handoff import Staging, check_chunk
+from services.chassis.handoff import Staging, close_soon
 from services.chassis.telemetry import log
 
 if TYPE_CHECKING:
+    from services.chassis.handoff_push import Piece
     from services.decode.admission import Limits
     from services.decode.landing import Landing
     from services.decode.lanes import Lane
@@ -49,6 +50,8 @@ class Reservation:
     state: State = State.OPEN
     expiry: asyncio.TimerHandle | None = None
     pushed_bytes: int = 0
+    staged: dict[int | None, int] = field(default_factory=dict)
+    """Bytes that came without a gap, of blocks larger than a piece, and with None of the window state."""
     ended: asyncio.Future[FathomError | None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -62,15 +65,32 @@ class Reservation:
         """Say whether a ticket is this reservation's: of this boot, with the same 16 random bytes."""
         return self.ticket.boot_id == ticket.boot_id and compare_digest(self.ticket.nonce, ticket.nonce)
 
-    def stage(self, chunk: PushChunk) -> None:
-        """Take a piece in. Raises BlocksLost for a damaged one, InvalidRequest for one that lies outside."""
-        assert self.staging is not None, "whoever asks for pieces has seen that something has to travel"
-        check_chunk(chunk)
-        if chunk.is_window:
-            self.staging.write_window(chunk.offset_bytes, chunk.data)
+    async def take(self, piece: Piece) -> None:
+        """Have the engine copy a whole block, or the window state, from the message or from its parts put together.
+
+        Raises InvalidRequest for one that lies outside, and as `Landing.take`.
+        """
+        landing, staging = self.landing, self.staging
+        assert landing is not None, "whoever asks for pieces has seen that something has to travel"
+        assert staging is not None, "whoever asks for pieces has seen that something has to travel"
+        offset, data = piece.head.offset_bytes, piece.data
+        place = None if piece.head.is_window else piece.head.block_index - self.present_blocks
+        size = landing.window_bytes if place is None else landing.block_bytes
+        self.pushed_bytes += len(data)
+        if len(data) == size and not offset:
+            await landing.take(place, data)
+            return
+        staged = self.staged.get(place, 0)
+        if staged == size:
+            raise InvalidRequest("a part of a block came twice")
+        if place is None:
+            staging.write_window(offset, data)
         else:
-            self.staging.write(chunk.block_index - self.present_blocks, chunk.offset_bytes, chunk.data)
-        self.pushed_bytes += len(chunk.data)
+            staging.write(place, offset, data)
+        if offset == staged:
+            self.staged[place] = offset + len(data)
+            if self.staged[place] == size:
+                await landing.take(place, staging.window() if place is None else staging.block(place))
 
     def end(self, error: FathomError | None) -> None:
         """Tell the holder, once."""
@@ -95,8 +115,7 @@ class Reservation:
             self.lane.close()
         if self.staging is not None:
             self.staging.remove()
-            # In a thread: giving many pages back takes milliseconds.
-            asyncio.get_running_loop().run_in_executor(None, self.staging.close)
+            close_soon(self.staging.close)
             self.staging = None
 
 

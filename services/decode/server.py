@@ -7,6 +7,9 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import grpc
+import grpc.aio
+
 from kernels.kv.pool import BlockPool
 from proto.common_pb2 import FINISH_REASON_ERROR, TokenEvent, TokenFrame
 from proto.decode_pb2 import (
@@ -34,6 +37,7 @@ from services.chassis.embeddings import EmbeddingsRoom, EmbeddingsSource
 from services.chassis.engine_thread import EngineThread
 from services.chassis.errors import NoReplica, to_stream_error
 from services.chassis.handoff import StagingFolder
+from services.chassis.handoff_push import PUSH_METHOD, parse_piece
 from services.chassis.kvstore_client import Stores
 from services.chassis.kvstore_writer import BlockWriter, Writeback
 from services.chassis.load_reports import report_load
@@ -52,8 +56,6 @@ from services.decode.states import States, open_worker, states_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import grpc.aio
 
     from kernels.executor import Executor
     from kernels.grammar import GrammarFactory
@@ -81,7 +83,7 @@ class Servicer(DecodeServicer):
         return await self._around.intake.reserve(request)
 
     async def Push(self, request_iterator: Any, context: Any) -> PushReply:  # noqa: ARG002 - gRPC's signature
-        return PushReply(num_bytes=await self._around.intake.push(request_iterator))
+        return PushReply(num_bytes=await self._around.intake.push(request_iterator))  # of `Piece`
 
     async def Commit(self, request: CommitRequest, context: Any) -> CommitReply:  # noqa: ARG002 - gRPC's signature
         await self._around.intake.commit(request)
@@ -135,6 +137,11 @@ def add_to_server(replica: Replica, server: grpc.aio.Server) -> None:
     """Serve all that a replica offers."""
     add_DecodeServicer_to_server(replica.servicer, server)
     add_IntakeServicer_to_server(HoldServicer(replica.intake), server)
+    push = grpc.stream_unary_rpc_method_handler(
+        replica.servicer.Push, request_deserializer=parse_piece, response_serializer=PushReply.SerializeToString
+    )
+    service, _, method = PUSH_METHOD[1:].partition("/")
+    server.add_registered_method_handlers(service, {method: push})  # in the place of the generated one
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ before, and blocks that pass on are written by their new owner after the old.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -55,7 +55,7 @@ class Load:
 
 
 class PrefillEngine:
-    """Everything here but `load` runs in the engine thread: as `turn`, or as a job between two turns."""
+    """All but `load`, and copies where `copies_beside`, runs in its thread: as `turn`, or a job between turns."""
 
     def __init__(
         self,
@@ -83,6 +83,7 @@ class PrefillEngine:
         self._flight: Flight | None = None
         self._collected = 0.0  # when, in seconds since the Unix epoch
         self.load = Load(total_blocks=pool.total)
+        self.copies_beside = executor.is_on_host
 
     # The four beats.
 
@@ -212,16 +213,18 @@ class PrefillEngine:
 
     def copy_blocks(self, prompt: Prompt, blocks: range, places: Sequence[memoryview]) -> None:
         """Copy blocks off the device, one to each place. Raises BlocksLost once the prompt was released."""
-        if prompt.sequence not in self._prompts:
-            raise BlocksLost("the prompt's blocks were released")
+        table = prompt.block_table  # it gets another one when it is released
+        _check_held(prompt, self._prompts)
         for block, place in zip(blocks, places, strict=True):
-            self._executor.copy_block(prompt.block_table[block], place)
+            self._executor.copy_block(table[block], place)
+        _check_held(prompt, self._prompts)
 
     def copy_window(self, prompt: Prompt, place: memoryview) -> None:
         """Copy the prompt's window state off the device. Raises BlocksLost like `copy_blocks`."""
-        if prompt.sequence not in self._prompts:
-            raise BlocksLost("the prompt's window was released")
-        place[:] = self._executor.read_window(prompt.window)
+        window = prompt.window
+        _check_held(prompt, self._prompts)
+        place[:] = self._executor.read_window(window)
+        _check_held(prompt, self._prompts)
 
     def release(self, prompt: Prompt) -> None:
         """Forget a prompt, in whatever state it is; its full blocks stay findable. Harmless when repeated."""
@@ -349,3 +352,9 @@ class PrefillEngine:
             num_steps=last.num_steps + (step_seconds > 0),
             num_tokens=last.num_tokens + num_tokens,
         )
+
+
+def _check_held(prompt: Prompt, prompts: Mapping[int, Prompt]) -> None:
+    """A prompt is released once: one that is here after a copy was here all the time, whichever thread looks."""
+    if prompt.sequence not in prompts:
+        raise BlocksLost("the prompt's blocks were released")

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import grpc.aio
 import structlog
 
-from proto.decode_pb2 import AbortRequest, CommitRequest, HoldReply, ReserveReply, ReserveRequest
+from proto.common_pb2 import Ticket
+from proto.decode_pb2 import AbortRequest, CommitRequest, HoldReply, PushReply, ReserveReply, ReserveRequest
 from proto.decode_pb2_grpc import DecodeStub, IntakeStub
 from proto.prefill_pb2 import PrefillDeliver
 from services.chassis.errors import BlocksLost, DeadlinePassed, FathomError, PeerLost
-from services.chassis.handoff import HOLD_SILENCE_SECONDS, PeerStaging, StagingUnavailableError
-from services.chassis.handoff_lane import LaneUnavailableError, connect
+from services.chassis.handoff import HOLD_SILENCE_SECONDS, PeerStaging, StagingUnavailableError, close_soon
+from services.chassis.handoff_lane import LaneUnavailableError, connect, connect_beside
+from services.chassis.handoff_push import PUSH_METHOD
 from services.prefill.pushing import Blocks, pieces
 from services.prefill.sending import SENDERS, Sender, Way
 
@@ -86,6 +89,9 @@ class Handoff:
         self.replica = target.replica
         self._stub = DecodeStub(channel)
         self._intake = IntakeStub(channel)
+        self._push: Any = channel.stream_unary(
+            PUSH_METHOD, request_serializer=bytes, response_deserializer=PushReply.FromString
+        )
         self._cargo = cargo
         self._deadline = deadline_unix_seconds
         self._backend = "grpc"
@@ -140,7 +146,7 @@ class Handoff:
             self._holding.cancel()
             self._reserved.cancel()  # by itself, if it was so early that the other has not even begun
             with suppress(FathomError, asyncio.CancelledError):
-                _close_later(await self._mapping)
+                close_soon((await self._mapping).close)
 
     async def _hold(self, boot_id: str) -> None:
         """Ask for room and keep it until the commit. Raises the FathomError that it was lost with."""
@@ -199,16 +205,22 @@ class Handoff:
                 )
             except StagingUnavailableError as error:  # then decode runs on another host
                 log.info("handoff.shm.unavailable", replica=self.replica, reason=str(error))
-        if reservation.lane_port and self._host:
-            shares_file = way.staging is not None
-            try:
-                way.lane = connect(self._host, reservation.lane_port, reservation.ticket, shares_file=shares_file)
-            except LaneUnavailableError as error:
-                log.info("handoff.lane.unavailable", replica=self.replica, reason=str(error))
-            else:
-                if not shares_file:
-                    way.make_buffers(num_blocks, **sizes)
+        if reservation.lane_port:
+            self._open_lane(way, reservation)
+            if way.backend == "tcp":
+                way.make_buffers(num_blocks, **sizes)
         return way
+
+    def _open_lane(self, way: Way, reservation: ReserveReply) -> None:
+        ticket, port = reservation.ticket, reservation.lane_port
+        try:
+            if way.staging is not None:
+                with suppress(LaneUnavailableError):
+                    way.lane = connect_beside(Path(reservation.shm_path), ticket)
+            if way.lane is None and self._host:
+                way.lane = connect(self._host, port, ticket, shares_file=way.staging is not None)
+        except LaneUnavailableError as error:
+            log.info("handoff.lane.unavailable", replica=self.replica, reason=str(error))
 
     async def _send(self, reservation: ReserveReply, blocks: Blocks, first_token_id: int, cached_tokens: int) -> None:
         cargo = self._cargo
@@ -219,15 +231,7 @@ class Handoff:
         if way.backend != "grpc":
             checksums = await self._send_past_grpc(way, wanted, blocks)
         elif wanted or cargo.window_bytes:
-            chunks = pieces(
-                reservation.ticket,
-                wanted,
-                blocks,
-                block_bytes=cargo.block_bytes,
-                window_bytes=cargo.window_bytes,
-                checksums=checksums,
-            )
-            await self._stub.Push(chunks, timeout=self._seconds_left())
+            checksums = await self._push_all(reservation.ticket, wanted, blocks)
         await self._stub.Commit(
             CommitRequest(
                 ticket=reservation.ticket,
@@ -239,7 +243,29 @@ class Handoff:
             ),
             timeout=self._seconds_left(),
         )
-        _close_later(way)
+        close_soon(way.close)
+
+    async def _push_all(self, ticket: Ticket, wanted: range, blocks: Blocks) -> list[int]:
+        checksums: list[int] = []
+        failures: list[Exception] = []
+
+        async def messages() -> AsyncIterator[bytes]:
+            sizes = {"block_bytes": self._cargo.block_bytes, "window_bytes": self._cargo.window_bytes}
+            made = pieces(ticket, wanted, blocks, **sizes, checksums=checksums, deadline_unix_seconds=self._deadline)
+            try:
+                async for message in made:
+                    yield message
+            except Exception as error:
+                failures.append(error)
+                raise
+
+        try:
+            await self._push(messages(), timeout=self._seconds_left())
+        except asyncio.CancelledError:
+            if failures:  # gRPC knows no other end of a call whose messages failed
+                raise failures[0] from None
+            raise
+        return checksums
 
     async def _send_past_grpc(self, way: Way, wanted: range, blocks: Blocks) -> list[int]:
         cargo = self._cargo
@@ -255,11 +281,6 @@ class Handoff:
         if left <= 0:
             raise DeadlinePassed("the handoff's deadline passed")
         return left
-
-
-def _close_later(way: Way) -> None:
-    """Let go in a thread: unmapping many pages takes milliseconds, and nobody waits for it."""
-    asyncio.get_running_loop().run_in_executor(None, way.close)
 
 
 def _take_note(task: asyncio.Task[Any]) -> None:

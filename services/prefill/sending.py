@@ -1,7 +1,8 @@
 """How do blocks and the window get to decode past gRPC: into its file, or over a plain socket?
 
-In a thread of its own, which the engine answers directly: a run is copied off the device between two steps, then sent
-or told of, and summed here while decode takes it and the engine copies the next one.
+In a thread of its own: it copies a run itself, where any thread can read the blocks, or the engine does between two
+steps, and answers it directly. The run is then sent or told of, and summed here while decode takes it and, if it is the
+engine that copies, that copies the next one.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 MAX_SENDING = 16
 """Handoffs at a time that copy, a thread each; later ones wait in line."""
 SENDERS = ThreadPoolExecutor(MAX_SENDING, thread_name_prefix="handoff send")
-_HOT_BYTES = 12 << 20
+_HOT_BYTES = 18 << 20
 """Copied, or asked for, and not yet taken, as long as decode keeps up: what a CPU's cache holds of both sides."""
 _PATIENCE_SECONDS_PER_BYTE = 0.25e-9
 """As long as copying takes. Nothing was taken for longer: an engine is in a long step, and more is asked for."""
@@ -163,7 +164,7 @@ class Sender:
         else:
             self._room = _BufferRoom(way.buffers, block_bytes, window_bytes)
         run_bytes = run_blocks * block_bytes
-        self._most_copying = max(2, QUEUED_BYTES // run_bytes)
+        self._most_copying = 1 if blocks.copies_beside else max(2, QUEUED_BYTES // run_bytes)
         self._most_hot = max(2, _HOT_BYTES // run_bytes)
         self._patience_seconds = _PATIENCE_SECONDS_PER_BYTE * run_bytes
         self._patient_until = 0.0
@@ -182,7 +183,8 @@ class Sender:
             self._ask()
             run = self._next_copied(deadline_unix_seconds)
             if run is not None:
-                self._ask()
+                if not self._blocks.copies_beside:
+                    self._ask()
                 # Told of first, for decode copies it meanwhile; nothing else comes to its place before the next ask.
                 self._tell(run)
                 checksums += [block_xxh3(place) for place in run.places]

@@ -20,6 +20,7 @@ from proto.decode_pb2 import (
     DecodeCommand,
     DecodeSubmit,
     HoldReply,
+    PushChunk,
     ReserveReply,
     ReserveRequest,
 )
@@ -27,7 +28,8 @@ from proto.decode_pb2_grpc import DecodeStub, IntakeStub
 from services.chassis.block_keys import block_keys, image_extras
 from services.chassis.channel import open_channel
 from services.chassis.engine_thread import EngineThread
-from services.chassis.handoff import PeerStaging, block_xxh3, chunks_of
+from services.chassis.handoff import PeerStaging, block_xxh3
+from services.chassis.handoff_push import encode_pieces
 from services.chassis.kvstore_writer import BlockWriter
 from services.chassis.streams import PeerStream
 from services.chassis.testing import serve
@@ -235,9 +237,9 @@ class Rig:
     def _chunks(self, reply: ReserveReply, missing: tuple[bytes, ...], window: bytes) -> Any:
         ticket: Ticket | None = reply.ticket
         for index, block in enumerate(missing, start=reply.present_blocks):
-            yield from chunks_of(block, block_index=index, ticket=ticket)
+            yield from _chunks_of(block, block_index=index, ticket=ticket)
             ticket = None
-        yield from chunks_of(window, ticket=ticket, is_window=True)
+        yield from _chunks_of(window, ticket=ticket, is_window=True)
 
     async def commit(
         self, wanted: Request, reply: ReserveReply, crcs: list[int], first_token_id: int, window_xxh3: int = 0
@@ -334,6 +336,10 @@ def fill(staging: PeerStaging, blocks: Sequence[bytes], window: bytes = b"") -> 
         staging.block(place)[:] = block
     staging.window()[:] = window
     assert staging.close()
+
+
+def _chunks_of(payload: bytes, **where: Any) -> list[PushChunk]:
+    return [PushChunk.FromString(message) for message in encode_pieces(memoryview(payload), **where)]
 
 
 def _events(frame: TokenFrame) -> list[tuple[str, TokenEvent]]:

@@ -3,14 +3,18 @@
 import asyncio
 import socket
 import struct
+import tempfile
 import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from proto.decode_pb2 import AbortRequest
 from services.chassis.errors import BlocksLost, FathomError, InvalidRequest, PeerLost
 from services.chassis.handoff import PeerStaging, block_xxh3
-from services.chassis.handoff_lane import LaneUnavailableError, end_runs, send_run
+from services.chassis.handoff_lane import LaneUnavailableError, connect_beside, end_runs, send_run
 from services.decode import lanes as subject
 from services.decode.tests.lane_peer import open_lane, send
 from services.decode.tests.rig import collect, decode_replica, request, tokens_of, until
@@ -173,6 +177,55 @@ async def test_nonsense_on_a_lane_ends_the_handoff(rig, first, num_blocks, num_b
 
     assert isinstance(await outcome(call), InvalidRequest)
     lane.close()
+
+
+async def test_a_block_that_comes_twice_ends_the_handoff(rig):
+    """The second one could land when the sums of the first were compared already."""
+    wanted = request("again", 40)
+    block = memoryview(rig.source.prompt(wanted).blocks[0])
+    call, reply = await rig.hold(wanted)
+    lane = await open_lane(reply, shares_file=False)
+    send_run(lane, 0, 1, [block])
+    send_run(lane, 0, 1, [block])
+
+    assert "twice" in (await outcome(call)).message
+    lane.close()
+
+
+def test_a_lane_for_which_nothing_has_to_travel_is_refused():
+    """With an error that says so."""
+    landing: Any = SimpleNamespace(num_blocks=0, block_bytes=100, window_bytes=0)
+    staging: Any = None
+    ours, theirs = socket.socketpair()
+    with ours, theirs, asyncio.Runner() as runner:
+
+        async def receive():
+            return subject.Lane(ours, landing, staging, shares_file=False).receive()
+
+        error = runner.run(receive())
+    assert isinstance(error, InvalidRequest)
+    assert "no bytes" in error.message
+
+
+async def test_who_shares_the_folder_needs_no_port(folder):
+    """The lane beside the files lets the same tickets in; a folder with too long a name has none."""
+    with tempfile.TemporaryDirectory() as short:
+        async with decode_replica(folder, shm=Path(short), has_lanes=True) as rig:
+            reply = await rig.reserve(request("beside", 40))
+            file = Path(reply.shm_path)
+            reply.ticket.nonce = bytes(16)
+            with pytest.raises(LaneUnavailableError, match="ticket"):
+                await asyncio.to_thread(connect_beside, file, reply.ticket)
+            reply.ticket.nonce = bytes.fromhex(file.name)
+            (await asyncio.to_thread(connect_beside, file, reply.ticket)).close()
+            rig.replica.intake.abort(reply.ticket, "enough")
+        assert [] == [*Path(short).iterdir()]
+        long = Path(short) / ("x" * 100)
+        long.mkdir()
+        async with decode_replica(folder, shm=long, has_lanes=True) as rig:
+            wanted = request("long", 40)
+            assert rig.source.answer(wanted) == await rig.answer(wanted)
+            await rig.idle()
 
 
 async def test_who_says_nothing_is_hung_up_on(rig, monkeypatch):

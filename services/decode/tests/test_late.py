@@ -5,9 +5,10 @@ import threading
 
 import pytest
 
-from proto.decode_pb2 import CommitRequest
-from services.chassis.errors import BlocksLost
-from services.chassis.handoff import block_xxh3
+from proto.decode_pb2 import CommitRequest, PushChunk
+from services.chassis.errors import BlocksLost, InvalidRequest
+from services.chassis.handoff import block_crc32, block_xxh3
+from services.chassis.handoff_push import parse_piece
 from services.decode.tests.rig import collect, decode_replica, request, tokens_of, until
 
 
@@ -39,10 +40,10 @@ async def test_a_piece_that_comes_during_the_commit_ends_the_handoff(folder):
 
         async def pieces():
             for chunk in chunks:
-                yield chunk
+                yield parse_piece(chunk.SerializeToString())
             begun.set()
             await go_on.wait()
-            yield chunks[0]
+            yield parse_piece(chunks[0].SerializeToString())
 
         pushing = asyncio.create_task(intake.push(pieces()))
         await begun.wait()
@@ -64,4 +65,62 @@ async def test_a_piece_that_comes_during_the_commit_ends_the_handoff(folder):
             held.set()
             await asyncio.gather(committing, return_exceptions=True)
         intake.abort_request("late")
+        await rig.idle()
+
+
+@pytest.mark.parametrize("piece_bytes", [4 << 20, 1000], ids=["whole", "parts"])
+async def test_pieces_land_while_others_travel_whole_or_in_parts(folder, monkeypatch, piece_bytes):
+    """The commit has only their sums to compare; a block that comes again ends the handoff."""
+    monkeypatch.setattr("services.chassis.handoff_push.PIECE_BYTES", piece_bytes)
+    async with decode_replica(folder, shm=None) as rig:
+        wanted, again = request("early", 40), request("again", 40)
+        computed = rig.source.prompt(wanted)
+        reply = await rig.reserve(wanted)
+        landing = rig.replica.intake._handoffs[reply.ticket.epoch].landing
+        assert landing is not None
+        crcs = await rig.push(reply, computed.blocks)
+        await until(lambda: {0, 1, 2} == set(landing._checksums))
+        events = await rig.submit(wanted)
+        await rig.commit(wanted, reply, crcs, computed.first_token_id)
+        assert rig.source.answer(wanted)[1:] == tokens_of(await collect(events))
+
+        reply = await rig.reserve(again)
+        await rig.push(reply, computed.blocks)
+        with pytest.raises(InvalidRequest, match="twice"):
+            await rig.push(reply, computed.blocks[:1])
+        await rig.idle()
+
+
+@pytest.mark.parametrize(
+    "where", [{"block_index": 3}, {"is_window": True}, {"block_index": 1 << 31}], ids=["behind", "window", "far"]
+)
+async def test_whole_pieces_that_nobody_waits_for_are_refused(folder, where):
+    """They would be counted as one of those that are missing."""
+    async with decode_replica(folder, shm=None) as rig:
+        reply = await rig.reserve(request("nowhere", 40))
+        block = bytes(0 if "is_window" in where else rig.source.executor.layout.block_bytes)
+        piece = PushChunk(ticket=reply.ticket, data=block, crc32=block_crc32(block), **where)
+        with pytest.raises(InvalidRequest):
+            await rig.stub.Push(iter([piece]), timeout=5)
+        await rig.idle()
+
+
+async def test_an_engine_that_takes_nothing_is_not_waited_for_for_ever(folder, monkeypatch):
+    """Neither by the commit, nor by a Push that has brought as much as may wait."""
+    monkeypatch.setattr("services.decode.landing.LAND_SECONDS", 0.2)
+    monkeypatch.setattr("services.decode.landing.QUEUED_BYTES", 0)
+    async with decode_replica(folder, shm=None) as rig:
+        wanted = request("stuck", 40)
+        computed = rig.source.prompt(wanted)
+        for is_pushed in (True, False):
+            reply = await rig.reserve(wanted)
+            held = threading.Event()
+            rig.replica.intake._thread.post(held.wait, 10)
+            try:
+                with pytest.raises(BlocksLost, match="in time"):
+                    if is_pushed:
+                        await rig.push(reply, computed.blocks)
+                    await rig.commit(wanted, reply, [block_xxh3(b) for b in computed.blocks], 5)
+            finally:
+                held.set()
         await rig.idle()

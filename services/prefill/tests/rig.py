@@ -36,7 +36,8 @@ from services.chassis.block_keys import block_keys
 from services.chassis.channel import open_channel
 from services.chassis.engine_thread import EngineThread
 from services.chassis.errors import BlocksLost
-from services.chassis.handoff import Staging, block_xxh3, check_chunk
+from services.chassis.handoff import Staging, block_xxh3
+from services.chassis.handoff_push import check_piece, parse_piece
 from services.chassis.kvstore_writer import BlockWriter
 from services.chassis.streams import PeerStream
 from services.chassis.testing import serve
@@ -174,7 +175,7 @@ class KeepingDecode(DecodeServicer, IntakeServicer):
         staging = None
         num_bytes = 0
         async for chunk in request_iterator:
-            check_chunk(chunk)
+            check_piece(parse_piece(chunk.SerializeToString()))
             staging = staging or self.reserved[chunk.ticket.epoch][1]
             if chunk.is_window:
                 staging.write_window(chunk.offset_bytes, chunk.data)

@@ -40,6 +40,26 @@ async def test_the_bytes_arrive_on_every_way(rig, backend, tmp_path):
     assert 3 * BLOCK + 3 == commit.kv_tokens
 
 
+@pytest.mark.parametrize("way", ["shm", "grpc"])
+async def test_a_prompt_that_is_released_while_it_is_copied_commits_nothing(rig, monkeypatch, way):
+    """The copies are made beside the engine's steps: what they hold may be the next prompt's."""
+    if way == "grpc":
+        rig.decode.folder = None
+    engine = rig.replica.engine
+    copy_block = engine._executor.copy_block
+
+    def copy_and_release(block, place):
+        for prompt in tuple(engine._prompts.values()):
+            engine.release(prompt)
+        copy_block(block, place)
+
+    monkeypatch.setattr(engine._executor, "copy_block", copy_and_release)
+    events = await rig.serve(request("released", 40))
+
+    assert "BlocksLost" == events[-1].failed.kind
+    assert [] == rig.decode.committed
+
+
 async def test_the_reservation_names_boot_keys_and_length(rig):
     """What decode needs to refuse a stale pick, and to find blocks it has."""
     wanted = request("names", 2 * BLOCK + 1)

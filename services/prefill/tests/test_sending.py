@@ -40,8 +40,11 @@ class Device:
 
     error: Exception | None = None
     is_stuck = False
+    copies_beside = False
+    num_copied = 0
 
     def post_copy(self, blocks, places, then):
+        self.num_copied += 1
         for block, place in zip(blocks, places, strict=True):
             place[:] = bytes([block + 1]) * BLOCK_BYTES
         self._answer(then)
@@ -129,11 +132,11 @@ def test_runs_in_the_file_are_only_told_of(tmp_path, has_lane):
     receiver.listener.close()
 
 
-@pytest.mark.parametrize(("is_patient", "num_areas"), [(True, range(1, 18)), (False, range(24, 25))])
+@pytest.mark.parametrize(("is_patient", "num_areas"), [(True, range(1, 26)), (False, range(32, 33))])
 def test_room_in_the_file_that_decode_has_emptied_is_used_again(tmp_path, monkeypatch, is_patient, num_areas):
     """While it is still in cache; a decode that empties none for longer than copying takes gets other room."""
     monkeypatch.setattr(subject, "_PATIENCE_SECONDS_PER_BYTE", 1.0 if is_patient else 0.0)
-    shape = {"num_blocks": 24, "block_bytes": BLOCK_BYTES, "window_bytes": WINDOW_BYTES}
+    shape = {"num_blocks": 32, "block_bytes": BLOCK_BYTES, "window_bytes": WINDOW_BYTES}
     area = Staging(nonce=TICKET.nonce, folder=tmp_path, **shape)
     receiver, taken = Receiver(), []
 
@@ -145,11 +148,11 @@ def test_room_in_the_file_that_decode_has_emptied_is_used_again(tmp_path, monkey
     receiver.told = take
     way = Way(staging=PeerStaging(str(area.path), nonce=TICKET.nonce, **shape))
     way.lane = connect("127.0.0.1", receiver.port, TICKET, shares_file=True)
-    sent = sender(way, Device(), range(24)).send(time.time() + 10)
+    sent = sender(way, Device(), range(32)).send(time.time() + 10)
     receiver.join(5)
 
     assert sent == taken
-    assert [*range(24)] == [first for is_window, first, *_ in receiver.runs if not is_window]
+    assert [*range(32)] == [first for is_window, first, *_ in receiver.runs if not is_window]
     assert len({at for is_window, _, _, at, _ in receiver.runs if not is_window}) in num_areas
     way.close()
     area.close()
@@ -164,6 +167,35 @@ def test_a_released_prompt_ends_the_sending():
         sender(way, device).send(time.time() + 10)
     way.close()
     receiver.join(5)
+
+
+class HostMemory(Device):
+    """Blocks that whoever asks copies, at once."""
+
+    copies_beside = True
+
+    def _answer(self, then):
+        then(self.error)
+
+
+def test_who_copies_the_blocks_itself_sends_each_before_it_copies_the_next(monkeypatch):
+    """Decode takes one while the next is copied; the engine, which may be in a long step, is not asked."""
+    receiver, device = Receiver(), HostMemory()
+    way = travelling(receiver)
+    told: list[int] = []
+    sending = sender(way, device)
+    tell = sending._tell
+
+    def count(run):
+        told.append(device.num_copied)
+        tell(run)
+
+    monkeypatch.setattr(sending, "_tell", count)
+    assert expected_checksums() == sending.send(time.time() + 10)
+    receiver.join(5)
+
+    assert [1, 2, 3, 4, 4] == told
+    way.close()
 
 
 def test_a_receiver_that_takes_nothing_holds_up_nobody_for_longer_than_it_is_waited_for():
