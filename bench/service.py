@@ -131,7 +131,7 @@ async def added_latency(client: httpx.AsyncClient, model: str, executor: Executo
 
 async def measure(folder: Path, model_dir: Path) -> None:
     """Run all parts against one suite in bf16."""
-    async with Suite.running(folder, model=model_dir, dtype="bf16") as suite:
+    async with Suite.running(folder, model=model_dir, dtype="bf16", has_console=True) as suite:
         await asyncio.sleep(2)
         for process in suite.recorded().processes:
             if process.service in TORCH_FREE:

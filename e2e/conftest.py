@@ -20,6 +20,7 @@ TOGETHER = {
     "test_chat_v41": "windows",
     "test_apis": "shared suite",
     "test_same_tokens_bf16": "shared suite",
+    "test_journey": "shared suite",  # early: of many requests a second only some are traced
     "test_structured": "shared suite",
     "test_requests": "shared suite",
     "test_faults": "shared suite",
@@ -97,5 +98,7 @@ async def shared_suite(
     Its users run in the session's event loop, for the receiver does.
     """
     folder = tmp_path_factory.mktemp("shared")
-    async with Suite.running(folder, model=model_dir, dtype="bf16", otlp_endpoint=receiver.endpoint) as running:
+    async with Suite.running(
+        folder, model=model_dir, dtype="bf16", otlp_endpoint=receiver.endpoint, has_console=True
+    ) as running:
         yield running

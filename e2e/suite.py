@@ -55,9 +55,12 @@ class Suite:
         decode: int = 1,
         kv_bytes: str = "2G",
         otlp_endpoint: str = "",
+        has_console: bool = False,
         env: Mapping[str, str] | None = None,
     ) -> None:
-        """kv_bytes: disk of the KV store.  env: further settings, for example {"FATHOM_PREFILL_CHUNK_TOKENS": "128"}."""
+        """kv_bytes: disk of the KV store.  has_console: a start takes two seconds of a core more with it.
+        env: further settings, for example {"FATHOM_PREFILL_CHUNK_TOKENS": "128"}.
+        """
         self.folder = folder
         self.home = Home.of(folder)
         self.port = next(free_ports())
@@ -67,7 +70,7 @@ class Suite:
         self.up_words = (
             *("up", "--model", str(model), "--dtype", dtype, "--port", str(self.port)),
             *("--prefill", str(prefill), "--decode", str(decode)),
-            *("--kv-bytes", kv_bytes, "--otlp-endpoint", otlp_endpoint),
+            *("--kv-bytes", kv_bytes, "--otlp-endpoint", otlp_endpoint, *(() if has_console else ("--no-console",))),
             *(word for name, value in chosen.items() for word in ("--set", f"{setting_of(name)}={value}")),
         )
 
@@ -83,6 +86,7 @@ class Suite:
         decode: int = 1,
         kv_bytes: str = "2G",
         otlp_endpoint: str = "",
+        has_console: bool = False,
         env: Mapping[str, str] | None = None,
     ) -> AsyncIterator["Suite"]:
         """Start a suite and end it; print the ends of its logs when the block fails."""
@@ -94,6 +98,7 @@ class Suite:
             decode=decode,
             kv_bytes=kv_bytes,
             otlp_endpoint=otlp_endpoint,
+            has_console=has_console,
             env=env,
         )
         await suite.start()

@@ -70,7 +70,7 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def launched(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Suite]:
     """One suite, started and ended by the tests in the order they stand here."""
-    suite = Suite(tmp_path_factory.mktemp("launched"), model=small_model)
+    suite = Suite(tmp_path_factory.mktemp("launched"), model=small_model, has_console=True)
     yield suite
     asyncio.run(suite.stop())
 
@@ -97,7 +97,7 @@ async def test_down_leaves_nothing_but_the_stored_kv(launched: Suite) -> None:
             break
         await asyncio.sleep(0.1)
     running = launched.recorded().left_running()
-    assert 1 + 1 + len(SERVICES) == len(running)
+    assert len(("supervisor", "nats", "console", *SERVICES)) == len(running)
     shared = launched.shared_memory("decode-0")
     assert shared.exists()
 
@@ -123,15 +123,16 @@ async def test_status_shows_every_process_ready(launched: Suite) -> None:
 
 
 async def test_chat_streams_an_answer_and_then_its_cost(launched: Suite) -> None:
-    """The last line has prompt tokens, cached tokens, time to first token and speed, and says that it was cut off."""
+    """Prompt tokens, cached tokens, time to first token, speed, that it was cut off; and how to see its way."""
     done = await launched.console("chat", "Count from one to ten.", "--max-tokens", "16", "--temperature", "0")
 
     assert 0 == done.returncode, done.stderr
-    *answer, cost = done.stdout.splitlines()
+    *answer, cost, hint = done.stdout.splitlines()
     assert "".join(answer).strip()
     figures, _, end = cost.partition("] ")
     assert re.fullmatch(r"\[\d+ prompt tokens, \d+ cached, TTFT \d+ ms, [\d.]+ tokens/s", figures)
     assert "(cut off: --max-tokens)" == end
+    assert hint.endswith("fathom trace last")
 
 
 async def test_logs_of_all_services_are_merged(launched: Suite) -> None:
@@ -176,7 +177,7 @@ async def test_a_crashed_process_is_started_again_and_said_so(launched: Suite, n
 async def test_ctrl_c_stops_everything(launched: Suite) -> None:
     """In the foreground, SIGINT ends all processes and then the command, with status 0; a restart before it was said."""
     running = launched.recorded().left_running()
-    assert 1 + 1 + len(SERVICES) == len(running)
+    assert len(("supervisor", "nats", "console", *SERVICES)) == len(running)
     said = launched.folder / "console.txt"
     await wait_for(lambda: "vision-0 ended with status -9" in said.read_text(), 60, "the restart to be said")
 
@@ -191,17 +192,17 @@ async def test_ctrl_c_stops_everything(launched: Suite) -> None:
 
 
 async def test_a_start_that_fails_says_why_and_leaves_nothing(tmp_path: Path, small_model: Path) -> None:
-    """A model folder without weights: non-zero, the service's own words, no process left; before torch is imported."""
-    folder = tmp_path / "no-weights"
-    folder.mkdir()
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(small_model / name, folder)
+    """A file of weights that was cut off: non-zero, the service's own words, no process left."""
+    folder = tmp_path / "half-weights"
+    shutil.copytree(small_model, folder)
+    weights = folder / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size // 2)
     suite = Suite(tmp_path, model=folder)
     done = await suite.console(*suite.up_words, "--detach", timeout=90)
 
     assert 1 == done.returncode
     assert re.search(r"(prefill|decode)-0 ended with status 78", done.stderr), done.stderr
-    assert "it holds no model.safetensors" in done.stderr
+    assert "not a complete safetensors file" in done.stderr
     assert [] == suite.recorded().left_running()
     assert [] == [process for process in psutil.process_iter(["cwd"]) if process.info["cwd"] == str(tmp_path)]
 

@@ -143,6 +143,11 @@ def child_environment(
     return child
 
 
+def house_names() -> list[str]:
+    """Return the FATHOM_* names in this process's environment: for a program that is told its settings otherwise."""
+    return sorted(name for name in os.environ if name.upper().startswith("FATHOM_"))  # noqa: TID251 - the one place that reads it
+
+
 def complain(cls: type[ServiceSettings], problems: Sequence[str]) -> None:
     """Write the problems to stderr, and what is allowed."""
     text = "\n".join(f"  {problem}" for problem in problems)

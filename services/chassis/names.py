@@ -36,6 +36,7 @@ MESSAGING_DESTINATION_NAME = "messaging.destination.name"
 
 # Our own.
 REQUEST_ID = "fathom.request_id"
+SHOWN_ID = "fathom.shown_id"
 REPLICA = "fathom.replica"
 BLOCKS = "fathom.num_blocks"
 IMAGES = "fathom.num_images"

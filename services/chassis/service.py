@@ -85,9 +85,11 @@ class Service:
         return task
 
     def progress(self, stage: str, done: int, total: int) -> None:
-        """Say how far a long start is; any thread may call it. Shown in /healthz and logged."""
+        """Say how far a long start is; any thread may call it. Shown in /healthz; each new stage is logged."""
+        is_new = stage != self._stage["stage"]
         self._stage = {"stage": stage, "done": done, "total": total}
-        telemetry.log.info("service.progress", stage=stage, done=done, total=total)
+        if is_new:
+            telemetry.log.info("service.progress", stage=stage, done=done, total=total)
 
     def defer_ready(self) -> None:
         """Called in `build`: the service will call `set_ready` itself, later."""

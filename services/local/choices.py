@@ -1,6 +1,8 @@
 """Would every service take what the caller of `fathom up` chose?"""
 
 import importlib
+from collections.abc import Sequence
+from difflib import get_close_matches
 
 from services.chassis import config
 from services.chassis.config import SERVICES, ServiceSettings
@@ -13,6 +15,29 @@ def check_choices(options: Options) -> None:
     problems = problems or [line for service in SERVICES for line in _refused(service, options)]
     if problems:
         raise ValueError("\n".join(problems))
+
+
+def check_environment(environment_names: Sequence[str]) -> None:
+    """Raise ValueError, a line for each FATHOM_* name: the services started here read none, and none is ignored."""
+    if environment_names:
+        raise ValueError("\n".join(_unread(name) for name in environment_names))
+
+
+def _unread(name: str) -> str:
+    owners = [service for service in SERVICES if name.upper().startswith(config.prefix(service))]
+    if not owners:
+        known = ", ".join(config.prefix(service) for service in SERVICES)
+        return f"{name} in the environment: no such setting; names begin with {known}"
+    service = max(owners, key=len)  # FATHOM_PREFILL_LB_ begins with FATHOM_PREFILL_
+    field = name.upper().removeprefix(config.prefix(service)).lower()
+    fields = [each for each in settings_of(service).model_fields if each not in WIRED]
+    if field in WIRED:
+        return f"{name} in the environment: fathom up sets this one itself"
+    if field in fields:
+        return f"{name} in the environment is not read by fathom up: write --set {service}.{field}=VALUE"
+    near = get_close_matches(field, fields, n=1)
+    meant = f"; did you mean --set {service}.{near[0]}=VALUE?" if near else ""
+    return f"{name} in the environment: no such setting{meant} {service} has {', '.join(fields)}"
 
 
 def settings_of(service: str) -> type[ServiceSettings]:

@@ -3,15 +3,17 @@
 import asyncio
 import re
 import sys
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, NoReturn, get_args
 
 import typer
 from rich.console import Console
 
+from services.chassis.config import house_names
 from services.local import keys, state
-from services.local.choices import check_choices
+from services.local.choices import check_choices, check_environment
 from services.local.down import STOPPING, end
 from services.local.health import ask_all
 from services.local.home import Home
@@ -22,6 +24,7 @@ from services.local.replayed import Replay, folder_with
 from services.local.status import status_table
 from services.local.talk import KeyNeeded, Unanswered, first_model
 from services.local.talk import chat as stream_chat
+from services.local.trace import NOTHING_RUNS, trace
 from services.local.up import NotStarted, check_free
 from services.local.up import up as start_suite
 
@@ -34,12 +37,15 @@ something: [bold]fathom chat "Count from one to ten."[/] Any OpenAI client works
 http://127.0.0.1:8000/v1.
 
 [bold]fathom up --detach[/] returns once the first answer came; then [bold]fathom status[/] shows the processes, \
-[bold]fathom logs[/] follows what they write, and [bold]fathom down[/] stops them.
+[bold]fathom logs[/] follows what they write, [bold]fathom trace last[/] draws a request's way through them, and \
+[bold]fathom down[/] stops them.
 
 All state lives in ./.fathom: the model, the stored KV, the logs. Delete that folder to start afresh."""
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-NOTHING_RUNS = "nothing is running here: run fathom up"
+WEIGHTS = "model.safetensors", "model.safetensors.index.json", "*.gguf"
+"""What the engines look for in a folder (kernels/models/weights.py, which is not imported here: it brings torch)."""
+HOW_IT_WENT = "its way through the services: fathom trace last"
 NAME_SECONDS = 2.0
 """How long `status` waits for the model's name."""
 
@@ -47,14 +53,23 @@ DTYPE_HELP = """\
 How weights and arithmetic are kept: bf16 for everyday use; fp32 as the exact reference, slower; int8 (weights only) \
 fastest for a single user."""
 
+REPLAY_HELP = "How a model with sliding windows goes on after a prefix hit (docs/deepseek_v41.md)."
+DTYPES, REPLAYS = get_args(Dtype), get_args(Replay)
+
 KV_URL_HELP = """\
 Object store behind the KV store, file:///FOLDER or s3://BUCKET/PREFIX: every replica finds every block there. \
 Credentials: --set kvstore.object_store_options_file=FILE."""
+
+OTLP_HELP = "A collector that the console passes all spans on to, for example http://127.0.0.1:4317."
+CONSOLE_HELP = (
+    "Collect spans, for fathom trace and a page that shows them; without it they go to --otlp-endpoint alone."
+)
 
 app = typer.Typer(
     help=GUIDE, no_args_is_help=True, rich_markup_mode="rich", add_completion=False, pretty_exceptions_enable=False
 )
 app.add_typer(keys.app, name="keys")
+app.command()(trace)
 
 
 def size(text: str) -> int:
@@ -81,6 +96,17 @@ def _print_version(wanted: bool) -> None:  # noqa: FBT001 - typer's signature
         raise typer.Exit
 
 
+def one_of(option: str, words: Sequence[str]) -> Callable[[str], str]:
+    """Return a parser that takes these words alone. Typer's own speaks of a "Value error"."""
+
+    def parse(text: str) -> str:
+        if text not in words:
+            raise typer.BadParameter(f"{text!r} is not one of {', '.join(words)}", param_hint=option)
+        return text
+
+    return parse
+
+
 @app.callback()
 def before(
     version: Annotated[  # noqa: FBT002 - typer makes flags of these; the callback does the work
@@ -95,10 +121,12 @@ def up(
     model: Annotated[
         Path | None, typer.Option(help="Folder of a model; the default one is downloaded when needed.")
     ] = None,
-    dtype: Annotated[Dtype, typer.Option(help=DTYPE_HELP)] = "bf16",
+    dtype: Annotated[
+        Dtype, typer.Option(help=DTYPE_HELP, metavar="|".join(DTYPES), parser=one_of("--dtype", DTYPES))
+    ] = "bf16",
     replay: Annotated[
         Replay | None,
-        typer.Option(help="How a model with sliding windows goes on after a prefix hit (docs/deepseek_v41.md)."),
+        typer.Option(help=REPLAY_HELP, metavar="|".join(REPLAYS), parser=one_of("--replay", REPLAYS)),
     ] = None,
     prefill: Annotated[int, typer.Option(min=1, help="How many prefill replicas.")] = 1,
     decode: Annotated[int, typer.Option(min=1, help="How many decode replicas.")] = 1,
@@ -109,7 +137,8 @@ def up(
     ] = False,
     kv_bytes: Annotated[str, typer.Option(help="Most disk the KV store may take, for example 500M.")] = "8G",
     kv_url: Annotated[str, typer.Option(help=KV_URL_HELP)] = "",
-    otlp_endpoint: Annotated[str, typer.Option(help="Where spans go, for example http://127.0.0.1:4317.")] = "",
+    otlp_endpoint: Annotated[str, typer.Option(help=OTLP_HELP)] = "",
+    console: Annotated[bool, typer.Option("--console/--no-console", help=CONSOLE_HELP)] = True,  # noqa: FBT002 - as above
     settings: Annotated[
         list[str] | None,
         typer.Option(
@@ -132,10 +161,12 @@ def up(
         kv_bytes=size(kv_bytes),
         kv_url=kv_url,
         otlp_endpoint=otlp_endpoint,
+        console=console,
         settings=tuple(setting(text) for text in settings or ()),
     )
     try:
         # All that can be refused is refused before the model is downloaded.
+        check_environment(house_names())
         check_choices(options)
         check_free(home, port)
         if model is None:
@@ -172,6 +203,8 @@ def status() -> None:
         name = "(for those with an API key)"
     except Unanswered:
         name = "(not served yet)"
+    if suite.console_url:
+        print(f"\nconsole  {suite.console_url}")
     print(f"\nHTTP API {suite.url}/v1  model {name}  from {suite.model}")
     raise typer.Exit(0 if all(one.ready for one in health) else 1)
 
@@ -205,7 +238,8 @@ def chat(
     temperature: Annotated[float, typer.Option(min=0, max=2, help="0 always takes the likeliest token.")] = 0.0,
 ) -> None:
     """Ask a question and stream the answer, then one line on what it cost."""
-    target = url.rstrip("/") or _running_suite().url
+    suite = None if url else _running_suite()
+    target = suite.url if suite is not None else url.rstrip("/")
     has_begun = False
 
     def show(text: str) -> None:
@@ -232,6 +266,8 @@ def chat(
         print()
         raise typer.Exit(130) from None
     print(f"\n{answer.summary()}")
+    if suite is not None and suite.console_url:
+        print(HOW_IT_WENT)
 
 
 @app.command()
@@ -272,6 +308,8 @@ def _checked_folder(model: Path) -> Path:
         _fail(f"there is no folder {model}")
     if not (model / "config.json").is_file():
         _fail(f"{model} is no model folder: it has no config.json")
+    if not any(next(model.glob(pattern), None) for pattern in WEIGHTS):
+        _fail(f"{model} has a config.json and no weights: neither model.safetensors, nor its index, nor a .gguf file")
     return model.resolve()
 
 

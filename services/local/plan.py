@@ -22,8 +22,10 @@ STOP_ORDER: tuple[tuple[str, ...], ...] = (
     ("entrypoint",),
     ("prefill", "decode", "prefill_lb", "decode_lb", "vision"),
     ("kvstore",),
+    ("console",),  # the others' last spans
     ("nats",),
 )
+CONSOLE = "console"
 ENGINES = frozenset({"prefill", "decode"})
 COMPUTES = ENGINES | {"vision"}
 WIRED = frozenset({
@@ -53,6 +55,9 @@ class Options(BaseModel):
     kv_url: str = ""
     """Object store behind the KV store: s3://BUCKET/PREFIX or file:///FOLDER; empty for none."""
     otlp_endpoint: str = ""
+    """Another collector of spans; empty for none."""
+    console: bool = True
+    """Whether spans are collected here, and shown."""
     settings: tuple[tuple[str, str, str], ...] = ()
     """Further settings as (service, field, value); all replicas of a service get the same."""
 
@@ -75,7 +80,7 @@ class ProcessPlan:
     command: tuple[str, ...]
     address: str
     metrics_address: str
-    """Serves /healthz; empty for NATS, which is asked on its client port."""
+    """Serves /healthz; empty for NATS, which is asked on its client port. The console's page is there too."""
     settings: Mapping[str, str]
     """Field name -> value, of the service's own settings."""
     extra: Mapping[str, str]
@@ -107,11 +112,15 @@ def plan_suite(
     nats_server: str,
     cluster_key: str,
 ) -> tuple[ProcessPlan, ...]:
-    """Return every process, NATS first; the others may start together, since each waits for its peers by itself."""
+    """Return every process, NATS first; the others may start together, since each waits for its peers by itself.
+
+    Last is the console, if there is one: it is not one of the services, and nobody waits for it.
+    """
     nats_port = next(ports)
     addresses = {name: f"127.0.0.1:{next(ports)}" for name, _ in _replicas(options)}
     wiring = _wiring(options, addresses, cluster_key)
     defaults = _defaults(options, home, machine)
+    spans_address = f"127.0.0.1:{next(ports)}" if options.console else ""
 
     plans = [_nats(nats_server, nats_port, home)]
     for name, service in _replicas(options):
@@ -133,10 +142,16 @@ def plan_suite(
                 command=(python, "-P", "-m", f"services.{service}"),
                 address=addresses[name],
                 metrics_address=metrics_address,
-                settings=defaults.get(service, {}) | _for_all(options) | chosen | wiring.get(service, {}) | own,
+                settings=defaults.get(service, {})
+                | _for_all(options, spans_address)
+                | chosen
+                | wiring.get(service, {})
+                | own,
                 extra=BRIEF_SPINS if service in COMPUTES else {},
             )
         )
+    if options.console:
+        plans.append(_console(options, home, python, spans_address, f"127.0.0.1:{next(ports)}"))
     return tuple(plans)
 
 
@@ -153,8 +168,10 @@ def _replicas(options: Options) -> Iterator[tuple[str, str]]:
         yield from ((f"{service}-{index}", service) for index in range(counts.get(service, 1)))
 
 
-def _for_all(options: Options) -> dict[str, str]:
-    return {"drain_seconds": str(DRAIN_SECONDS), "otlp_endpoint": options.otlp_endpoint}
+def _for_all(options: Options, spans_address: str) -> dict[str, str]:
+    """Return what all are told. Spans go to our console, which passes them on to the other collector, if any."""
+    endpoint = f"http://{spans_address}" if spans_address else options.otlp_endpoint
+    return {"drain_seconds": str(DRAIN_SECONDS), "otlp_endpoint": endpoint}
 
 
 def _defaults(options: Options, home: Home, machine: Machine) -> dict[str, dict[str, str]]:
@@ -204,3 +221,10 @@ def _stores(options: Options, addresses: Mapping[str, str]) -> str:
 def _nats(nats_server: str, port: int, home: Home) -> ProcessPlan:
     command = (nats_server, "--addr", "127.0.0.1", "--port", str(port), "--jetstream", "--store_dir", str(home.nats))
     return ProcessPlan("nats-0", "nats", command, f"127.0.0.1:{port}", "", {}, {})
+
+
+def _console(options: Options, home: Home, python: str, spans_address: str, page_address: str) -> ProcessPlan:
+    command = (python, "-P", "-m", "services.local.console", str(home.root.parent), spans_address, page_address)
+    return ProcessPlan(
+        CONSOLE, CONSOLE, (*command, options.otlp_endpoint), spans_address, page_address, settings={}, extra={}
+    )

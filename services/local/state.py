@@ -55,7 +55,7 @@ class ProcessState(BaseModel):
     name: str
     service: str
     address: str
-    """host:port of its gRPC server (NATS: its client port)."""
+    """host:port of its gRPC server (NATS: its client port; the console: where spans go)."""
     health_url: str
     """Empty for NATS."""
     log: str
@@ -75,6 +75,8 @@ class SuiteState(BaseModel):
     url: str
     model: str
     processes: tuple[ProcessState, ...] = ()
+    console: ProcessState | None = None
+    """Collects spans and shows them. Not one of `processes`, for nothing waits for it and nothing needs it."""
     stopping: bool = False
     """Asked to stop; running answers still get their time."""
     stopped: bool = False
@@ -83,9 +85,15 @@ class SuiteState(BaseModel):
     def is_running(self) -> bool:
         return not self.stopped and self.supervisor.process() is not None
 
+    @property
+    def console_url(self) -> str:
+        """Where the console's page is; empty when the suite has none."""
+        return self.console.health_url.removesuffix("/healthz") if self.console is not None else ""
+
     def left_running(self) -> list[Identity]:
-        """Return every process of the suite that is alive, the supervisor included."""
-        everyone = [self.supervisor, *(process.identity for process in self.processes if process.identity is not None)]
+        """Return every process of the suite that is alive, the supervisor and the console included."""
+        ours = (*self.processes, *((self.console,) if self.console is not None else ()))
+        everyone = [self.supervisor, *(process.identity for process in ours if process.identity is not None)]
         return [identity for identity in everyone if identity.process() is not None]
 
     def named(self, name: str) -> ProcessState:

@@ -22,7 +22,16 @@ import psutil
 from services.chassis.config import child_environment
 from services.local import children, state
 from services.local.home import Home
-from services.local.plan import CLOSE_SECONDS, DRAIN_SECONDS, Machine, Options, ProcessPlan, plan_suite, stop_waves
+from services.local.plan import (
+    CLOSE_SECONDS,
+    CONSOLE,
+    DRAIN_SECONDS,
+    Machine,
+    Options,
+    ProcessPlan,
+    plan_suite,
+    stop_waves,
+)
 from services.local.ports import free_ports
 
 TICK_SECONDS = 0.25
@@ -167,13 +176,15 @@ class Supervisor:
         note("launcher.stopped")
 
     def _write(self, *, stopping: bool = False, stopped: bool = False) -> None:
+        records = [child.record() for child in self._children.values()]
         state.write(
             self._home.state,
             state.SuiteState(
                 supervisor=self._identity,
                 url=f"http://127.0.0.1:{self._options.port}",
                 model=str(self._options.model),
-                processes=tuple(child.record() for child in self._children.values()),
+                processes=tuple(record for record in records if record.service != CONSOLE),
+                console=next((record for record in records if record.service == CONSOLE), None),
                 stopping=stopping,
                 stopped=stopped,
             ),

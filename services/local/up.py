@@ -59,7 +59,7 @@ def up(home: Home, options: Options, display: Display, *, detach: bool) -> int:
             suite = _wait_ready(home, supervisor, display)
             model = _first_token(suite.url)
         is_ready = True
-        print(ready_lines(suite.url, model, time.monotonic() - began), flush=True)
+        print(ready_lines(suite.url, model, time.monotonic() - began, console_url=suite.console_url), flush=True)
         if detach:
             return 0
         _stay(home, supervisor)
@@ -96,9 +96,11 @@ def claim(home: Home, port: int) -> int:
     return lock
 
 
-def ready_lines(url: str, model: str, seconds: float) -> str:
+def ready_lines(url: str, model: str, seconds: float, *, console_url: str = "") -> str:
     """Return the ready line and a request to paste. model: "" when it could not be asked for without an API key."""
     docs = f"every endpoint and field: {url}/docs\n"
+    if console_url:
+        docs += f"the services, and each request's way through them: {console_url}\n"
     if not model:
         return f"ready: {url} ({seconds:.1f} s)\n\n  fathom chat --key sk-... 'Count from one to ten.'\n\n{docs}"
     question = {

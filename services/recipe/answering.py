@@ -82,6 +82,7 @@ class Endpoint:
             names.GEN_AI_PROVIDER_NAME: names.PROVIDER,
             names.GEN_AI_REQUEST_MODEL: self.front.model.name,
             names.REQUEST_ID: answer.caller.request_id,
+            names.SHOWN_ID: answer.caller.shown_id,  # of the answer's x-request-id: what people have to look for
             names.HTTP_ROUTE: scope["path"],
         }
         name = f"{self.operation} {self.front.model.name}"

@@ -3,9 +3,11 @@
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from services.chassis.config import SERVICES
-from services.local.choices import check_choices, settings_of
+from services.local.choices import check_choices, check_environment, settings_of
+from services.local.commands import app
 from services.local.plan import WIRED, Options
 
 
@@ -42,3 +44,34 @@ def test_good_choices_pass() -> None:
     """What the services need besides is the launcher's business."""
     settings = (("decode", "max_batch", "8"), ("prefill_lb", "max_queued_tokens", "9"), ("recipe", "image_urls", "*"))
     check_choices(Options(model=Path("/m"), otlp_endpoint="http://127.0.0.1:4317", settings=settings))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("FATHOM_DECODE_MAX_BATCH", "is not read by fathom up: write --set decode.max_batch=VALUE"),
+        ("FATHOM_DECODE_MAX_BACTH", "did you mean --set decode.max_batch=VALUE? decode has "),
+        ("FATHOM_PREFILL_LB_LOG_LEVEL", "write --set prefill_lb.log_level=VALUE"),
+        ("FATHOM_RECIPE_LISTEN", "fathom up sets this one itself"),
+        ("FATHOM_DECODER_X", "no such setting; names begin with FATHOM_RECIPE_, "),
+    ],
+)
+def test_a_setting_in_the_environment_is_not_ignored_silently(name: str, expected: str) -> None:
+    """Which name is wrong, and what to write instead."""
+    with pytest.raises(ValueError, match="in the environment") as refused:
+        check_environment([name])
+
+    assert name in str(refused.value)
+    assert expected in str(refused.value)
+    check_environment([])
+
+
+def test_up_refuses_settings_in_its_environment(tmp_path, monkeypatch) -> None:
+    """Before anything is fetched or started."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FATHOM_DECODE_MAX_BACTH", "8")
+    refused = CliRunner().invoke(app, ["up"])
+
+    assert 1 == refused.exit_code
+    assert "--set decode.max_batch=VALUE" in refused.output
+    assert not list(tmp_path.iterdir())

@@ -44,7 +44,7 @@ def test_help_names_every_command() -> None:
     """`fathom --help` is enough to get started."""
     text = CliRunner().invoke(app, ["--help"]).output
 
-    for word in ("up", "down", "status", "logs", "chat", "pull", ".fathom", "fathom up --detach"):
+    for word in ("up", "down", "status", "logs", "chat", "trace", "pull", ".fathom", "fathom up --detach"):
         assert word in text
 
 
@@ -74,9 +74,22 @@ def test_a_folder_without_a_model_is_refused_at_once(tmp_path: Path, monkeypatch
     assert "no config.json" in result.output
 
 
+def test_a_folder_without_weights_is_refused_at_once(tmp_path: Path, monkeypatch) -> None:
+    """Not after seconds, by an engine, in the words of a setting that nobody typed."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    refused = CliRunner().invoke(app, ["up", "--model", "."])
+
+    assert 1 == refused.exit_code
+    assert "has a config.json and no weights" in refused.output
+    assert not (tmp_path / ".fathom").exists()
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
+        (["--dtype", "fp8"], "--dtype: 'fp8' is not one of bf16, fp32, int8"),
+        (["--replay", "on"], "--replay: 'on' is not one of off, mask, compact"),
         (["--set", "decode.max_bath=8"], "--set decode.max_bath=8: no such setting"),
         (["--kv-bytes", "8X"], "--kv-bytes"),
         (["--kv-bytes", "9K"], "--kv-bytes (9216 bytes): at least 1M"),
@@ -90,6 +103,7 @@ def test_a_bad_option_is_refused_before_anything_is_fetched(words, expected, tmp
 
     assert result.exit_code in {1, 2}
     assert expected in result.output
+    assert "Value error" not in result.output
     assert not list(tmp_path.iterdir())
 
 
@@ -159,6 +173,7 @@ def test_a_pasted_curl_holds_valid_json() -> None:
     curl = ready_lines("http://127.0.0.1:8000", "m", 1.0).splitlines()[2]
 
     assert "http://127.0.0.1:8000/docs" in ready_lines("http://127.0.0.1:8000", "m", 1.0)
+    assert "through them: http://c:1\n" in ready_lines("http://127.0.0.1:8000", "m", 1.0, console_url="http://c:1")
     question = json.loads(curl.split("'")[3])
     assert ("m", 0, 100) == (question["model"], question["temperature"], question["max_tokens"])
 

@@ -41,7 +41,7 @@ def test_a_suite_is_nats_and_all_eight_services(tmp_path: Path) -> None:
     plans = planned(tmp_path, num_prefill=2, num_decode=3)
 
     assert "nats-0" == next(iter(plans))
-    assert {"nats", *SERVICES} == {plan.service for plan in plans.values()}
+    assert {"nats", "console", *SERVICES} == {plan.service for plan in plans.values()}
     assert ["prefill-0", "prefill-1"] == [name for name in plans if name.startswith("prefill-")]
     assert ["decode-0", "decode-1", "decode-2"] == [name for name in plans if name.startswith("decode-")]
 
@@ -72,6 +72,21 @@ def test_addresses_lead_to_the_process_meant(tmp_path: Path) -> None:
             if field.endswith("_address"):
                 assert plans[field.removesuffix("_address") + "-0"].settings["listen"] == value, (plan.name, field)
     assert "127.0.0.1:8000" == plans["recipe-0"].settings["public_listen"]
+
+
+def test_spans_go_to_the_console_and_from_there_to_another_collector(tmp_path: Path) -> None:
+    """Who looks elsewhere has both; without the console they go there straight; a chosen place of one service wins."""
+    elsewhere = "http://otel:4317"
+    chosen = (("decode", "otlp_endpoint", "http://mine:4317"),)
+    plans = planned(tmp_path, otlp_endpoint=elsewhere, settings=chosen)
+    console = plans["console"]
+
+    assert f"http://{console.address}" == plans["recipe-0"].settings["otlp_endpoint"]
+    assert "http://mine:4317" == plans["decode-0"].settings["otlp_endpoint"]
+    assert (console.address, console.metrics_address, elsewhere) == console.command[-3:]
+    alone = planned(tmp_path, otlp_endpoint=elsewhere, console=False)
+    assert elsewhere == alone["recipe-0"].settings["otlp_endpoint"]
+    assert "console" not in alone
 
 
 def test_store_replicas_share_the_disk_and_keep_their_names(tmp_path: Path) -> None:
@@ -135,7 +150,7 @@ def test_callers_stop_before_those_they_call(tmp_path: Path) -> None:
 
     assert sorted(plan.name for plan in plans) == sorted(name for wave in waves for name in wave)
     assert ["recipe-0"] == waves[0]
-    assert [["kvstore-0"], ["nats-0"]] == waves[-2:]
+    assert [["kvstore-0"], ["console"], ["nats-0"]] == waves[-3:]
 
 
 @pytest.mark.parametrize(

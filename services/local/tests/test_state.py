@@ -79,6 +79,23 @@ def test_what_a_dead_supervisor_left_is_ended(tmp_path: Path, sleeper) -> None:
     assert -signal.SIGTERM == sleeper.wait(30)
 
 
+def test_the_console_is_ended_with_the_suite(tmp_path: Path, sleeper) -> None:
+    """It is none of the processes that serve, and yet ours to end."""
+    console = state.ProcessState(
+        name="console",
+        service="console",
+        address="",
+        health_url="http://h:1/healthz",
+        log="",
+        identity=state.Identity.of(sleeper.pid),
+    )
+    written = suite(state.Identity.of(os.getpid())).model_copy(update={"console": console})
+
+    assert console.identity in written.left_running()
+    assert "http://h:1" == written.console_url
+    assert "" == suite(state.Identity.of(os.getpid())).console_url
+
+
 def test_a_zombie_counts_as_ended(sleeper) -> None:
     """A process nobody has waited for yet is not alive."""
     identity = state.Identity.of(sleeper.pid)

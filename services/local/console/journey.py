@@ -1,0 +1,65 @@
+"""What is one request's way through the services?"""
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One span of a journey; a parent stands above its children."""
+
+    depth: int
+    service: str
+    replica: str
+    name: str
+    start_seconds: float
+    """Since the journey's begin."""
+    seconds: float
+    is_error: bool
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Journey:
+    """One request's way."""
+
+    id: str
+    """What its caller knows it by."""
+    also: tuple[str, ...]
+    """Other ids that name it: ours, the answer's, the trace's."""
+    operation: str
+    model: str
+    started_unix_seconds: float
+    is_finished: bool
+    """Whether the recipe has said how it ended; until then only what has ended is known."""
+    status: int
+    """HTTP status; 0 while it runs."""
+    finish_reasons: tuple[str, ...]
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    ttft_seconds: float | None
+    total_seconds: float
+    path: tuple[tuple[str, str], ...] = ()
+    """Who called whom, each pair once, in the order of the first calls."""
+    rows: tuple[Row, ...] = ()
+
+    @property
+    def outcome(self) -> str:
+        """How it ended, in a word or two."""
+        if not self.is_finished:
+            return "running"
+        reasons = ", ".join(dict.fromkeys(reason for reason in self.finish_reasons if reason != "none"))
+        return f"{self.status} {reasons}".strip()
+
+
+def clock(unix_seconds: float) -> str:
+    """Return the time of day here."""
+    return datetime.fromtimestamp(unix_seconds, UTC).astimezone().strftime("%H:%M:%S")
+
+
+def millis(seconds: float | None) -> str:
+    """Return milliseconds, with a decimal where there is little else."""
+    if seconds is None:
+        return "-"
+    return f"{seconds * 1000:.0f}" if seconds >= 0.1 else f"{seconds * 1000:.1f}"

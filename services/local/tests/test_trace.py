@@ -1,0 +1,148 @@
+"""Does `fathom trace` draw a request's way, and say what to do where it cannot?"""
+
+import asyncio
+import json
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from services.chassis.testing import free_port
+from services.local import state
+from services.local import trace as trace_command
+from services.local.commands import app
+from services.local.console.collector import Counts
+from services.local.console.requests import newest
+from services.local.console.site import Site
+from services.local.console.traces import TraceStore
+from services.local.console.view import Watch
+from services.local.console.web import WebServer
+from services.local.home import Home
+from services.local.tests.span_makers import edge, whole_request
+from services.local.trace_text import bar, journey_lines, list_lines
+
+
+@pytest.mark.parametrize(
+    ("start", "seconds", "expected"),
+    [
+        (0.0, 1.0, "████████"),
+        (0.5, 0.25, "····██··"),
+        (0.5, 0.1875, "····█▌··"),
+        (0.999, 0.0, "·······▏"),
+        (0.25, 9.0, "··██████"),
+        (-1.0, 0.5, "████····"),
+    ],
+)
+def test_a_bar_stands_where_its_span_was(start: float, seconds: float, expected: str) -> None:
+    """Every span is seen, and none leaves the axis."""
+    assert expected == bar(start, seconds, total=1.0, width=8)
+
+
+def test_a_request_is_drawn_with_totals_services_and_a_line_a_span() -> None:
+    """Children are indented below their parents; the bars stand on one axis."""
+    journey = newest([whole_request()], 1)[0]
+    lines = journey_lines(journey, columns=140)
+
+    assert "request request-one  chat  m  200 stop" == lines[0]
+    assert "TTFT 250 ms  total 2000 ms  300 prompt tokens, 256 cached, 7 out" == lines[1]
+    assert {"recipe", "entrypoint", "kvstore", "prefill_lb", "prefill", "decode_lb", "decode"} == set(
+        lines[2].removeprefix("services: ").split(", ")
+    )
+    drawn = lines[5:]
+    assert len(whole_request()) == len(drawn)
+    assert drawn[0].startswith("recipe      chat m")
+    assert drawn[1].startswith("entrypoint    entrypoint.generate")
+    assert 1 == len({len(line) for line in (text.partition("█")[0] for text in drawn[:1])})
+    assert max(len(line) for line in lines) <= 140
+
+
+def test_a_narrow_terminal_still_gets_bars() -> None:
+    """They shrink to a least width and no further."""
+    drawn = journey_lines(newest([whole_request()], 1)[0], columns=20)[5:]
+
+    assert 16 * "█" in drawn[0]
+
+
+def test_the_list_has_a_line_a_request() -> None:
+    """Id, time, model, tokens, TTFT, total and end."""
+    lines = list_lines(newest([whole_request(), [edge(request_id="other", trace_id="cd" * 16)]], 20))
+
+    assert {"request-one", "other"} == {line.split()[0] for line in lines[1:3]}
+    assert "300     256    7   250   2000  200 stop" in lines[1]
+    assert "fathom trace REQUEST" in lines[-1]
+    assert "fathom chat" in list_lines([])[0]
+
+
+def record(folder: Path, console_url: str) -> None:
+    """Write the state of a suite that runs, whose console is there."""
+    home = Home.of(folder)
+    home.prepare()
+    console = state.ProcessState(
+        name="console", service="console", address="", health_url=f"{console_url}/healthz", log=""
+    )
+    me = state.Identity.of(os.getpid())
+    suite = state.SuiteState(supervisor=me, url="", model="m", console=console if console_url else None)
+    state.write(home.state, suite)
+
+
+@pytest.fixture
+def console(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TraceStore]:
+    """A suite's console in this directory; yields where it keeps what came."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(trace_command, "ON_THE_WAY_SECONDS", 0.0)
+    store = TraceStore()
+    loop = asyncio.new_event_loop()
+    server = WebServer(Site(store, Counts(), Watch(tmp_path / "none")).answer)
+    port = loop.run_until_complete(server.start("127.0.0.1:0"))
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    record(tmp_path, f"http://127.0.0.1:{port}")
+    yield store
+    asyncio.run_coroutine_threadsafe(server.stop(), loop).result(5)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(5)
+    loop.close()
+
+
+def test_the_command_asks_the_console(console: TraceStore) -> None:
+    """A drawing, the same as JSON, and the list."""
+    console.add(whole_request())
+
+    assert "entrypoint.generate" in CliRunner().invoke(app, ["trace", "last"]).output
+    told = json.loads(CliRunner().invoke(app, ["trace", "request-one", "--json"]).output)
+    assert ("request-one", 10) == (told["id"], len(told["rows"]))
+    assert ["request-one"] == [one["id"] for one in json.loads(CliRunner().invoke(app, ["trace", "--json"]).output)]
+
+
+def test_an_unknown_request_is_refused_with_the_way_out(console: TraceStore) -> None:
+    """Whatever was typed: a path or a query does not become another question."""
+    console.add(whole_request())
+    for typed in ("nope", "../requests/last", "a?b#c", "a/b", "a&id=last", " "):
+        refused = CliRunner().invoke(app, ["trace", typed])
+        assert 1 == refused.exit_code
+        assert "(the newest ones: fathom trace)" in refused.output
+
+
+def test_before_the_first_request_the_console_says_what_to_do(console: TraceStore) -> None:
+    """The list is empty; "last" is none."""
+    assert "ask something" in CliRunner().invoke(app, ["trace"]).output
+    assert "ask something first" in CliRunner().invoke(app, ["trace", "last"]).output
+
+
+@pytest.mark.parametrize(
+    ("console_url", "expected"),
+    [(None, "nothing is running here: run fathom up"), ("", "--no-console"), ("dead", "does not answer")],
+)
+def test_without_a_console_the_command_says_why(console_url, expected, tmp_path, monkeypatch) -> None:
+    """No suite, a suite without one, and one that is being started again."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(trace_command, "ON_THE_WAY_SECONDS", 0.0)
+    if console_url is not None:
+        record(tmp_path, f"http://127.0.0.1:{free_port()}" if console_url else "")
+    result = CliRunner().invoke(app, ["trace", "last"])
+
+    assert 1 == result.exit_code
+    assert expected in result.output

@@ -1,0 +1,73 @@
+"""What does `fathom trace` ask the console, and what does a person read?"""
+
+import json
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import httpx
+import typer
+from pydantic import TypeAdapter
+
+from services.local import state
+from services.local.console.journey import Journey
+from services.local.home import Home
+from services.local.state import SuiteState
+from services.local.trace_text import journey_lines, list_lines
+
+NOTHING_RUNS = "nothing is running here: run fathom up"
+NO_CONSOLE = "this suite runs without its console: start it again without --no-console"
+ASK_SECONDS = 5.0
+ON_THE_WAY_SECONDS = 0.7
+"""The services send their spans every half second: what has just ended is still on its way."""
+PIPED_COLUMNS = 160
+_ONE, _MANY = TypeAdapter(Journey), TypeAdapter(list[Journey])
+
+
+def trace(
+    request: Annotated[
+        str, typer.Argument(help='A request id (x-request-id, or its begin), or "last"; the newest 20 when left out.')
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,  # noqa: FBT002 - typer makes flags of these
+) -> None:
+    """Draw a request's way through the services, or list the newest requests."""
+    suite = state.read(Home.of(Path.cwd()).state)
+    if suite is None or not suite.is_running:
+        _fail(NOTHING_RUNS)
+    time.sleep(ON_THE_WAY_SECONDS)
+    answer = _ask(suite, "/api/request", {"id": request}) if request else _ask(suite, "/api/requests", {})
+    if as_json:
+        print(json.dumps(answer, indent=1))
+        return
+    is_terminal = sys.stdout.isatty()
+    columns = shutil.get_terminal_size().columns if is_terminal else PIPED_COLUMNS
+    if request:
+        lines = journey_lines(_ONE.validate_python(answer), columns=columns)
+    else:
+        lines = list_lines(_MANY.validate_python(answer))
+    print("\n".join(lines))
+
+
+def _ask(suite: SuiteState, path: str, query: dict[str, str]) -> Any:
+    """Return the console's JSON."""
+    if not suite.console_url:
+        _fail(NO_CONSOLE)
+    try:
+        # No proxy from the environment: it could not reach a process on this machine.
+        with httpx.Client(base_url=suite.console_url, timeout=ASK_SECONDS, trust_env=False) as client:
+            reply = client.get(path, params=query)
+    except httpx.HTTPError:
+        _fail(
+            f"the console does not answer at {suite.console_url}: try again in a few seconds (see: fathom logs console)"
+        )
+    answer = reply.json()
+    if reply.is_error:
+        _fail(f"{answer['error']} (the newest ones: fathom trace)")
+    return answer
+
+
+def _fail(reason: str) -> NoReturn:
+    print(f"fathom: {reason}", file=sys.stderr)
+    raise typer.Exit(1)
