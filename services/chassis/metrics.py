@@ -1,6 +1,5 @@
-"""How do /metrics and /healthz answer? A server small enough to live in every process: GET, one reply, close."""
+"""How do /metrics and /healthz answer? GET, one reply, close."""
 
-import asyncio
 import json
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
@@ -8,9 +7,10 @@ from http import HTTPStatus
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
+from services.chassis.one_reply import OneReplyServer
+
 MAX_CONNECTIONS = 16
 MAX_HEAD_BYTES = 8 << 10
-READ_SECONDS = 5.0
 
 
 class StatusServer:
@@ -19,38 +19,21 @@ class StatusServer:
     def __init__(self, metrics: CollectorRegistry, health: Callable[[], Mapping[str, object]]) -> None:
         self._metrics = metrics
         self._health = health
-        self._server: asyncio.Server | None = None
-        self._num_connections = 0
+        busy = _reply(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", b"too many connections\n")
+        self._server = OneReplyServer(
+            self._answer, busy=busy, max_connections=MAX_CONNECTIONS, max_head_bytes=MAX_HEAD_BYTES
+        )
 
     async def start(self, address: str) -> str:
         """Listen on host:port, 0 for a free one; return the host:port that it became."""
         host, _, port = address.rpartition(":")
-        self._server = await asyncio.start_server(self._serve, host.strip("[]"), int(port), limit=MAX_HEAD_BYTES)
-        return f"{host}:{self._server.sockets[0].getsockname()[1]}"
+        return f"{host}:{await self._server.start(host.strip('[]'), int(port))}"
 
     async def stop(self) -> None:
         """Close the listening socket."""
-        if self._server is not None:
-            self._server.close()
+        await self._server.stop()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._num_connections += 1
-        try:
-            if self._num_connections > MAX_CONNECTIONS:
-                writer.write(_reply(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", b"too many connections\n"))
-            else:
-                async with asyncio.timeout(READ_SECONDS):
-                    head = await reader.readuntil(b"\r\n\r\n")
-                writer.write(self._answer(head))
-            async with asyncio.timeout(READ_SECONDS):
-                await writer.drain()
-        except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            return  # the caller broke off, dawdled or sent no HTTP: nobody is left to tell
-        finally:
-            self._num_connections -= 1
-            writer.close()
-
-    def _answer(self, head: bytes) -> bytes:
+    async def _answer(self, head: bytes) -> bytes:
         method, _, rest = head.split(b"\r\n", 1)[0].decode("latin-1").partition(" ")
         path, _, query = rest.partition(" ")[0].partition("?")
         if method != "GET":

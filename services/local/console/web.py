@@ -1,17 +1,17 @@
 """How is a page served on loopback, to people at this machine and to nobody else's page?
 
-A server of its own, like the services' /metrics: GET, one reply, close. No framework, for there is little to serve.
+Like the services' /metrics: GET, one reply, close. No framework, for there is little to serve.
 """
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+from services.chassis.one_reply import OneReplyServer
+
 MAX_CONNECTIONS = 32
 MAX_HEAD_BYTES = 16 << 10
-READ_SECONDS = 5.0
 # Any port: it may be a tunnel's. A page elsewhere whose name was made to point here (DNS rebinding) has another name.
 OUR_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
 HTML = "text/html; charset=utf-8"
@@ -75,7 +75,7 @@ def read_head(head: bytes) -> Request | None:
 def refusal(request: Request | None) -> Reply | None:
     """Return why a request gets no page, None when it may have one."""
     if request is None:
-        return plain(HTTPStatus.BAD_REQUEST, "this is no HTTP request")
+        return _NO_HTTP
     if len(request.hosts) != 1 or _name_of(request.hosts[0]) not in OUR_NAMES:
         return plain(HTTPStatus.MISDIRECTED_REQUEST, "ask for 127.0.0.1 or localhost")
     if request.method not in {"GET", "HEAD"}:
@@ -86,6 +86,9 @@ def refusal(request: Request | None) -> Reply | None:
 def plain(status: HTTPStatus, text: str) -> Reply:
     """Return a reply of one line."""
     return Reply(status, TEXT, text.encode() + b"\n")
+
+
+_NO_HTTP = plain(HTTPStatus.BAD_REQUEST, "this is no HTTP request")
 
 
 def encode(reply: Reply, *, is_head_only: bool = False) -> bytes:
@@ -108,39 +111,26 @@ class WebServer:
 
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
-        self._server: asyncio.Server | None = None
-        self._num_connections = 0
+        busy = encode(plain(HTTPStatus.SERVICE_UNAVAILABLE, "too many connections"))
+        self._server = OneReplyServer(
+            self._reply, busy=busy, max_connections=MAX_CONNECTIONS, max_head_bytes=MAX_HEAD_BYTES
+        )
 
     async def start(self, address: str) -> int:
         """Listen on host:port, 0 for a free one; return the port. Raises OSError when it is taken."""
         host, _, port = address.rpartition(":")
-        self._server = await asyncio.start_server(self._serve, host, int(port), limit=MAX_HEAD_BYTES)
-        return int(self._server.sockets[0].getsockname()[1])
+        return await self._server.start(host, int(port))
 
     async def stop(self) -> None:
         """Close the listening socket."""
-        if self._server is not None:
-            self._server.close()
+        await self._server.stop()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._num_connections += 1
-        try:
-            if self._num_connections > MAX_CONNECTIONS:
-                writer.write(encode(plain(HTTPStatus.SERVICE_UNAVAILABLE, "too many connections")))
-            else:
-                async with asyncio.timeout(READ_SECONDS):
-                    request = read_head(await reader.readuntil(b"\r\n\r\n"))
-                no = refusal(request)
-                reply = no or (await self._answer(request) if request is not None else None)
-                assert reply is not None, "who is not refused has an answer"
-                writer.write(encode(reply, is_head_only=request is not None and request.method == "HEAD"))
-            async with asyncio.timeout(READ_SECONDS):
-                await writer.drain()
-        except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            return  # the caller broke off, dawdled or sent no HTTP: nobody is left to tell
-        finally:
-            self._num_connections -= 1
-            writer.close()
+    async def _reply(self, head: bytes) -> bytes:
+        request = read_head(head)
+        if request is None:
+            return encode(_NO_HTTP)
+        reply = refusal(request) or await self._answer(request)
+        return encode(reply, is_head_only=request.method == "HEAD")
 
 
 def _name_of(host: str) -> str:
