@@ -130,7 +130,7 @@ def _zeros(num_blocks: int, block_bytes: int, device: torch.device) -> Tensor:
     """[num_blocks, block_bytes] uint8. On a CPU in huge pages where the kernel grants them: blocks are read whole."""
     if device.type != "cpu":
         return torch.zeros(num_blocks, block_bytes, dtype=torch.uint8, device=device)
-    mapped = mmap.mmap(-1, num_blocks * block_bytes)
+    mapped = mmap.mmap(-1, num_blocks * block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):
         mapped.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(mapped, dtype=torch.uint8).view(num_blocks, block_bytes)

@@ -69,7 +69,7 @@ def blocks_per_run(block_bytes: int) -> int:
 
 def make_buffer(num_bytes: int) -> memoryview:
     """Return memory for a run, its pages in place."""
-    mapped = mmap.mmap(-1, num_bytes)
+    mapped = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     populate(mapped)
     return memoryview(mapped)
 

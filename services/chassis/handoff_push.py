@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from google.protobuf.message import DecodeError
-
 from proto.common_pb2 import Ticket
 from proto.decode_pb2 import PushChunk
-from services.chassis.errors import BlocksLost
+from services.chassis.errors import BlocksLost, InvalidRequest
 from services.chassis.handoff import block_crc32
 
 PUSH_METHOD = "/fathom.v1.Decode/Push"
@@ -54,7 +52,7 @@ def encode_pieces(
 
 
 def parse_piece(message: bytes) -> Piece:
-    """Read a `PushChunk`. Raises DecodeError for what is none."""
+    """Read a `PushChunk`. Raises InvalidRequest for what is none."""
     view = memoryview(message)
     others, data, at = bytearray(), view[:0], 0
     while at < len(view):
@@ -68,9 +66,9 @@ def parse_piece(message: bytes) -> Piece:
         elif tag & 7 in _FIXED_BYTES:
             at += _FIXED_BYTES[tag & 7]
         else:
-            raise DecodeError(f"a field of kind {tag & 7} in a piece of a handoff")
+            raise InvalidRequest(f"a field of kind {tag & 7} in a piece of a handoff")
         if at > len(view):
-            raise DecodeError("a piece of a handoff was cut off")
+            raise InvalidRequest("a piece of a handoff was cut off")
         if tag == _DATA_TAG:
             data = view[at - num_bytes : at]
         else:
@@ -102,4 +100,4 @@ def _varint(view: memoryview, at: int) -> tuple[int, int]:
         if byte < 0x80:
             return value, at
         shift += 7
-    raise DecodeError("a piece of a handoff was cut off")
+    raise InvalidRequest("a piece of a handoff was cut off")

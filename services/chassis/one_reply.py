@@ -42,7 +42,8 @@ class OneReplyServer:
             async with asyncio.timeout(READ_SECONDS):
                 await writer.drain()
         except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            return  # the caller broke off, dawdled or sent no HTTP: nobody is left to tell
+            # The caller broke off, dawdled or sent no HTTP. Closing alone would keep the reply until it is read.
+            writer.transport.abort()
         finally:
             self._num_connections -= 1
             writer.close()

@@ -105,8 +105,9 @@ class Landing:
         else:
             self.land(place, [payload], then)
         if self._taking_bytes > QUEUED_BYTES:
-            self._has_taken = asyncio.get_running_loop().create_future()
-            await _in_time(self._has_taken)
+            if self._has_taken is None or self._has_taken.done():
+                self._has_taken = asyncio.get_running_loop().create_future()
+            await _in_time(asyncio.shield(self._has_taken))  # others may wait for it too
 
     def _taken(self, num_bytes: int) -> None:
         self._taking_bytes -= num_bytes

@@ -7,9 +7,10 @@ a miss there: the breaker sees to it that a store that is down costs nobody any 
 
 import asyncio
 import random
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import structlog
@@ -38,7 +39,6 @@ SWEEPS = 6 * FULL_REFRESHES
 FLUSH_SECONDS = 3.0
 """How long a store that stops may still upload; what is left is uploaded after its next start."""
 _AFTER_SECONDS = 0.05
-_AFTER_HEARING_SECONDS = 1.0
 """So that a deletion that is heard late covers what just waits to be written here."""
 _IN_THREAD_BYTES = 1 << 20
 """From here on a checksum takes long enough to be worth a thread."""
@@ -146,6 +146,12 @@ class RemoteTier:
             retention=selection.retention,
         )
         try:
+            await self.catalog.refresh(is_full=True)
+            # What a clock that was ahead has dated: later blocks of the selection go with it until that date.
+            dates = (one.created_unix_seconds for _, one in self.catalog.index.manifests() if tombstone.may_cover(one))
+            latest = max(dates, default=0.0) + DELETION_SECONDS
+            if latest > tombstone.before_unix_seconds:
+                tombstone = replace(tombstone, before_unix_seconds=latest)
             removed = await self.catalog.delete(tombstone)
             await self.keys.refresh(self.catalog.tombstones)
         except (BlobError, OSError) as exc:
@@ -305,7 +311,8 @@ class RemoteTier:
     async def _obey(self, engine: LocalEngine, *, is_first: bool) -> None:
         """Let the engine delete what other replicas were told to delete."""
         # What is here may have been copied until this moment, however late we hear of it.
-        heard = 0.0 if is_first else self._now() + _AFTER_HEARING_SECONDS
+        # (By no clock: a clock that was set back since may have dated it ahead of now.)
+        heard = 0.0 if is_first else sys.float_info.max
         deletions = self.catalog.deletions
         async with self._one_at_a_time:
             while deletions:

@@ -104,7 +104,7 @@ class WriteLine:
 
     def put(self, block: Block, replaced: BlockLocation | None = None) -> "asyncio.Future[str]":
         """Queue a block; the future tells what became of it. The caller bounds how many bytes wait."""
-        waiting = Waiting(block, self._loop.create_future(), replaced)
+        waiting = Waiting(block, self._loop.create_future(), replaced, arrived_unix_seconds=self.clock.now())
         if self._task.done():  # nobody would ever answer
             self._refuse([waiting], "stopping")
             return waiting.done

@@ -36,7 +36,7 @@ def _unread(name: str) -> str:
     if field in fields:
         return f"{name} in the environment is not read by fathom up: write --set {service}.{field}=VALUE"
     near = get_close_matches(field, fields, n=1)
-    meant = f"; did you mean --set {service}.{near[0]}=VALUE?" if near else ""
+    meant = f"; did you mean --set {service}.{near[0]}=VALUE?" if near else ";"
     return f"{name} in the environment: no such setting{meant} {service} has {', '.join(fields)}"
 
 

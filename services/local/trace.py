@@ -28,7 +28,10 @@ _ONE, _MANY = TypeAdapter(Journey), TypeAdapter(list[Journey])
 
 def trace(
     request: Annotated[
-        str, typer.Argument(help='A request id (x-request-id, or its begin), or "last"; the newest 20 when left out.')
+        str,
+        typer.Argument(
+            help='A request id (x-request-id, or its first 6 letters or more), or "last"; the newest 20 when left out.'
+        ),
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,  # noqa: FBT002 - typer makes flags of these
 ) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from services.local.console.journey import Journey, clock, millis
+from services.local.console.journey import MAX_INDENT, Journey, clock, millis
 
 LEAST_BAR, MOST_BAR = 16, 64
 _FULL, _TRACK = "█", "·"
@@ -13,7 +13,7 @@ def list_lines(journeys: Sequence[Journey]) -> list[str]:
     """Return a table of requests, newest first."""
     if not journeys:
         return ['no request was recorded yet; ask something: fathom chat "Count from one to ten."']
-    rows = [("request", "at", "model", "in", "cached", "out", "TTFT", "total", "end")]
+    rows = [("request", "at", "model", "in", "cached", "out", "TTFT ms", "total ms", "end")]
     rows += [
         (
             one.id,
@@ -38,7 +38,7 @@ def journey_lines(journey: Journey, *, columns: int) -> list[str]:
     cells += [
         (
             row.service,
-            "  " * row.depth + row.name + (" FAILED" if row.is_error else ""),
+            "  " * min(row.depth, MAX_INDENT) + row.name + (" FAILED" if row.is_error else ""),
             millis(row.start_seconds),
             millis(row.seconds),
             ", ".join(row.notes),

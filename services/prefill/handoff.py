@@ -145,7 +145,7 @@ class Handoff:
         finally:
             self._holding.cancel()
             self._reserved.cancel()  # by itself, if it was so early that the other has not even begun
-            with suppress(FathomError, asyncio.CancelledError):
+            with suppress(FathomError, OSError, asyncio.CancelledError):
                 close_soon((await self._mapping).close)
 
     async def _hold(self, boot_id: str) -> None:

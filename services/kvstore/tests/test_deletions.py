@@ -19,9 +19,11 @@ from services.kvstore.remote_catalog import TOMBSTONE_SECONDS
 from services.kvstore.retention import AGENT
 from services.kvstore.segments import load_segment
 from services.kvstore.store_clock import StoreClock
+from services.kvstore.tests import objects
 from services.kvstore.tests.blocks import FINGERPRINT, block, key, open_store, payload, served
 from services.kvstore.tests.objects import FAST, Bucket, Clock, Engine, paths, sealed_segment, upload
 from services.kvstore.tiers import Selection
+from services.kvstore.wall_clock import WallClock
 from services.kvstore.writing import again
 
 ACME = Selection(tenant="acme")
@@ -225,4 +227,30 @@ async def test_a_segment_that_could_not_be_read_does_not_outlive_a_deletion(tmp_
 
     store = await open_store(tmp_path)
     assert [1] == list(await served(store, [0, 1]))
+    await store.close()
+
+
+async def test_what_a_clock_that_was_ahead_has_dated_is_deleted_all_the_same(tmp_path):
+    """A replica wrote with a clock two hours ahead, which was set back since: no copy outlives the deletion."""
+    bucket = Bucket()
+    one, other = await bucket.fresh(), await bucket.fresh()
+    engine = Engine()
+    await upload(other, sealed_segment(tmp_path, [1, 2], tenants=["acme"], created=bucket.clock() + 7200))
+    await other._refresh(engine, is_full=True)
+    await one.evict(ACME)
+    await other._refresh(engine, is_full=True)
+
+    assert [] == await objects.served(one, [1, 2])
+    ((selection, before),) = engine.evicted
+    assert ACME == selection
+    assert bucket.clock() + 1000 * DAY < before
+
+
+async def test_what_waits_to_be_written_is_dated_by_the_clock_that_dates_what_is_written(tmp_path):
+    """A raw clock that jumps would make a waiting block younger than the deletion that it must not outlive."""
+    store = await open_store(tmp_path)
+    store._line.clock = WallClock(now=Clock(), steady=Clock())
+    waiting = store._line.put(block(0, tenant="acme"))
+    assert Clock().now == store._line._queue[-1].arrived_unix_seconds
+    waiting.cancel()
     await store.close()

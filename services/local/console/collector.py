@@ -55,6 +55,8 @@ class Forwarder:
 
     def put(self, message: bytes) -> None:
         """Queue a message; the oldest are dropped when too much waits."""
+        if not message:
+            return
         self._waiting.put_nowait(message)
         self._waiting_bytes += len(message)
         while self._waiting_bytes > MAX_WAITING_BYTES:

@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+MAX_INDENT = 40
+"""Levels of a tree that are drawn: a chain of thousands would be drawn as so many lines of so many spaces."""
+
 
 @dataclass(frozen=True, slots=True)
 class Row:

@@ -7,7 +7,7 @@ from html import escape
 from urllib.parse import quote
 
 from services.local.console.drawing import bar, service_map
-from services.local.console.journey import Journey, Row, clock, millis
+from services.local.console.journey import MAX_INDENT, Journey, Row, clock, millis
 from services.local.console.style import CSS
 from services.local.console.view import Process, View
 from services.local.console.web import NOTHING_LOADS
@@ -174,7 +174,7 @@ def _waterfall_row(row: Row, total_seconds: float) -> str:
     failed = ' <span class="bad">failed</span>' if row.is_error else ""
     return (
         f'<tr class="{escape(row.service)}"><td class="who">{escape(row.service)}</td>'
-        f'<td><span class="tree">{"  " * row.depth}</span>{escape(row.name)}{failed} '
+        f'<td><span class="tree">{"  " * min(row.depth, MAX_INDENT)}</span>{escape(row.name)}{failed} '
         f'<span class="quiet">{escape(notes)}</span></td>'
         f'<td class="number">{millis(row.start_seconds)}</td><td class="number">{millis(row.seconds)}</td>'
         f'<td class="bar">{bar(row, total_seconds)}</td></tr>'

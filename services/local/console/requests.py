@@ -40,12 +40,16 @@ def _journeys(spans: Sequence[Span]) -> Iterator[Journey]:
     for span in sorted(spans, key=lambda span: span.started):
         children.setdefault(span.parent_id, []).append(span)
     edges = [span for span in spans if span.service == EDGE and names.REQUEST_ID in span.attributes]
-    lost = [span for span in spans if span.parent_id not in present and span not in edges]
-    for edge in edges:
+    at_edge = {span.span_id for span in edges}
+    lost = [span for span in spans if span.parent_id not in present and span.span_id not in at_edge]
+    own: set[str] = set()
+    if len(edges) == 1:
         # A span whose parent has not come (a service was killed, say) is still this request's, if nobody else's.
-        own = [span for span in lost if len(edges) == 1 and edge.started <= span.started <= edge.ended]
-        lost = [span for span in lost if span not in own]
-        yield _journey([edge, *own], children, edge)
+        own = {span.span_id for span in lost if edges[0].started <= span.started <= edges[0].ended}
+    adopted = [span for span in lost if span.span_id in own]
+    lost = [span for span in lost if span.span_id not in own]
+    for edge in edges:
+        yield _journey([edge, *adopted], children, edge)
     if lost:
         yield _journey(sorted(lost, key=lambda span: span.started), children, None)
 

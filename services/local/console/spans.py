@@ -57,12 +57,10 @@ class Span:
     @property
     def num_bytes(self) -> int:
         """Memory it takes, rather too much than too little."""
-        texts = len(self.name) + sum(
-            len(value) if isinstance(value, str) else 80 * len(value)
-            for value in self.attributes.values()
-            if isinstance(value, str | tuple)
-        )
-        return _SPAN_BYTES + _ATTRIBUTE_BYTES * len(self.attributes) + texts
+        texts = [self.name, self.service, self.replica]
+        for value in self.attributes.values():
+            texts += value if isinstance(value, tuple) else [value] if isinstance(value, str) else []
+        return _SPAN_BYTES + _ATTRIBUTE_BYTES * len(self.attributes) + sum(map(sys.getsizeof, texts))
 
 
 def read_spans(message: bytes) -> tuple[list[Span], int]:
@@ -76,8 +74,8 @@ def read_spans(message: bytes) -> tuple[list[Span], int]:
         raise Malformed(str(error)) from error
     kept: list[Span] = []
     num_dropped = 0
-    for service, replica, wire in _each(request):
-        span = _span(service, replica, wire) if len(kept) < MAX_SPANS_PER_MESSAGE else None
+    for number, (service, replica, wire) in enumerate(_each(request)):
+        span = _span(service, replica, wire) if number < MAX_SPANS_PER_MESSAGE else None
         if span is None:
             num_dropped += 1
         else:

@@ -71,7 +71,7 @@ def test_the_list_has_a_line_a_request() -> None:
     lines = list_lines(newest([whole_request(), [edge(request_id="other", trace_id="cd" * 16)]], 20))
 
     assert {"request-one", "other"} == {line.split()[0] for line in lines[1:3]}
-    assert "300     256    7   250   2000  200 stop" in lines[1]
+    assert "300     256    7      250      2000  200 stop" in lines[1]
     assert "fathom trace REQUEST" in lines[-1]
     assert "fathom chat" in list_lines([])[0]
 
