@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from google.protobuf.message import DecodeError
+
 from proto.common_pb2 import Ticket
 from proto.decode_pb2 import PushChunk
 from services.chassis.errors import BlocksLost, InvalidRequest
 from services.chassis.handoff import block_crc32
 
+_MAX_HEAD_BYTES = 4096
+"""Everything beside the data: a ticket, numbers and a checksum."""
 PUSH_METHOD = "/fathom.v1.Decode/Push"
 PIECE_BYTES = 4 << 20
 """Most of a block in one message: larger ones cost less each, and hold up whatever else is on the connection."""
@@ -73,7 +77,12 @@ def parse_piece(message: bytes) -> Piece:
             data = view[at - num_bytes : at]
         else:
             others += view[start:at]
-    return Piece(PushChunk.FromString(bytes(others)), data)
+            if len(others) > _MAX_HEAD_BYTES:  # millions of tiny fields would keep the loop for seconds
+                raise InvalidRequest(f"a piece of a handoff says more than {_MAX_HEAD_BYTES} bytes of itself")
+    try:
+        return Piece(PushChunk.FromString(bytes(others)), data)
+    except DecodeError as error:
+        raise InvalidRequest(f"no piece of a handoff: {error}") from error
 
 
 def check_piece(piece: Piece) -> None:
