@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import threading
 import time
 
 import pytest
@@ -45,15 +46,21 @@ async def test_a_prompt_that_is_released_while_it_is_copied_commits_nothing(rig,
     """The copies are made beside the engine's steps: what they hold may be the next prompt's."""
     if way == "grpc":
         rig.decode.folder = None
-    engine = rig.replica.engine
+    engine, thread = rig.replica.engine, rig.replica.servicer._around.thread
     copy_block = engine._executor.copy_block
 
-    def copy_and_release(block, place):
+    def release_all(is_released):
         for prompt in tuple(engine._prompts.values()):
             engine.release(prompt)
+        is_released.set()
+
+    def release_and_copy(block, place):
+        is_released = threading.Event()
+        thread.post(release_all, is_released)  # as everybody does: never in the middle of a turn
+        assert is_released.wait(10)
         copy_block(block, place)
 
-    monkeypatch.setattr(engine._executor, "copy_block", copy_and_release)
+    monkeypatch.setattr(engine._executor, "copy_block", release_and_copy)
     events = await rig.serve(request("released", 40))
 
     assert "BlocksLost" == events[-1].failed.kind
