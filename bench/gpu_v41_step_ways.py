@@ -102,10 +102,10 @@ def time_way(
     """Milliseconds, and logits of the first step."""
     torch.manual_seed(1)
     model, batch = build()
+    executor = executor_of(model)  # warms up, and leaves windows empty
     begin = before(model)
     begin()
     logits = model.forward(batch, every_row=True).clone()
-    executor = executor_of(model)
     took = took_by(executor, batch, before=begin)
     if profiles:
         took["kernels"] = _kernels(lambda: (begin(), executor.launch(batch)))
@@ -144,11 +144,13 @@ def decode(wanted: re.Pattern[str], *, profiles: bool) -> list[dict[str, Any]]:
     batch = drafts_step(config, requests=shape.requests, each=each, context=shape.context)
 
     def build() -> tuple[GpuV41, Batch]:
-        model = decode_model(config, weights, is_invariant=False)
-        give_past(model)
-        return model, batch
+        return decode_model(config, weights, is_invariant=False), batch
 
-    return time_ways("decode", build, lambda _: lambda: None, wanted, profiles=profiles)
+    def before(model: GpuV41) -> Callable[[], None]:
+        give_past(model)
+        return lambda: None
+
+    return time_ways("decode", build, before, wanted, profiles=profiles)
 
 
 def prefill(wanted: re.Pattern[str], layers: int, *, profiles: bool) -> list[dict[str, Any]]:
