@@ -43,6 +43,7 @@ IMAGES = "fathom.num_images"
 BATCH_SEQUENCES = "fathom.batch.num_sequences"
 CHUNK_TOKENS = "fathom.chunk_tokens"
 KV_TOKENS = "fathom.kv_tokens"
+MEMORY_TOKENS = "fathom.memory_tokens"
 HANDOFF_BACKEND = "fathom.handoff.backend"
 HANDOFF_BYTES = "fathom.handoff.num_bytes"
 

@@ -8,6 +8,14 @@ from services.chassis import config
 from services.chassis.config import SERVICES, ServiceSettings
 from services.local.plan import WIRED, Options
 
+NO_MATCH = "String should match pattern"
+"""How pydantic begins to quote a regular expression."""
+WANTED = {
+    "otlp_endpoint": "no address of a collector: write http:// or https://, a host and a port, for example "
+    "http://127.0.0.1:4317",
+    "object_store_url": "no object store: write file:///FOLDER or s3://BUCKET/PREFIX, for example file:///srv/kv",
+}
+
 
 def check_choices(options: Options) -> None:
     """Raise ValueError, a line for each problem, when a service would refuse a choice; in the words that were typed."""
@@ -88,5 +96,14 @@ def _refused(service: str, options: Options) -> list[str]:
             # The only bound of `max_bytes`, in the unit that was typed, for all replicas together.
             lines.append(f"{names[name]}: at least {options.num_kvstore}M")
         elif name in names:
-            lines.append(f"{names[name]}: {reason.rpartition(' (got ')[0] or reason}")
+            lines.append(f"{names[name]}: {_in_words(service, name, reason.rpartition(' (got ')[0] or reason)}")
     return lines
+
+
+def _in_words(service: str, name: str, reason: str) -> str:
+    """Return what a refusal means for a person, to whom a regular expression says nothing. name: of the environment."""
+    if not reason.startswith(NO_MATCH):
+        return reason
+    field = name.removeprefix(config.prefix(service)).lower()
+    about = settings_of(service).model_fields[field].description or ""
+    return WANTED.get(field) or f"this has another form: {' '.join(about.split())}"

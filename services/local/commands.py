@@ -4,6 +4,7 @@ import asyncio
 import re
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, NoReturn, get_args
@@ -12,35 +13,22 @@ import typer
 from rich.console import Console
 
 from services.chassis.config import house_names
-from services.local import keys, state
+from services.local import keys, starting, state
 from services.local.choices import check_choices, check_environment
-from services.local.down import STOPPING, end
-from services.local.health import ask_all
+from services.local.down import STOPPING, end, end_start
+from services.local.guide import CONSOLE_HELP, DTYPE_HELP, GUIDE, KV_URL_HELP, OTLP_HELP, REPLAY_HELP, Ordered
+from services.local.health import Health, ask_all
 from services.local.home import Home
 from services.local.logs import NoSuchLog, follow
-from services.local.plan import Dtype, Options
+from services.local.plan import CONSOLE, Dtype, Options
 from services.local.progress import Display, display
 from services.local.replayed import Replay, folder_with
 from services.local.status import status_table
 from services.local.talk import KeyNeeded, Unanswered, first_model
 from services.local.talk import chat as stream_chat
-from services.local.trace import NOTHING_RUNS, trace
-from services.local.up import NotStarted, check_free
+from services.local.trace import trace
+from services.local.up import NotStarted
 from services.local.up import up as start_suite
-
-# A paragraph is one line: rich wraps it to the terminal, and keeps every other line break.
-GUIDE = """\
-Run a complete language-model service on this machine.
-
-[bold]fathom up[/] starts it here and stays; Ctrl-C stops it. In another terminal, in the same directory, ask it \
-something: [bold]fathom chat "Count from one to ten."[/] Any OpenAI client works too, with base URL \
-http://127.0.0.1:8000/v1.
-
-[bold]fathom up --detach[/] returns once the first answer came; then [bold]fathom status[/] shows the processes, \
-[bold]fathom logs[/] follows what they write, [bold]fathom trace last[/] draws a request's way through them, and \
-[bold]fathom down[/] stops them.
-
-All state lives in ./.fathom: the model, the stored KV, the logs. Delete that folder to start afresh."""
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 WEIGHTS = "model.safetensors", "model.safetensors.index.json", "*.gguf"
@@ -49,24 +37,15 @@ HOW_IT_WENT = "its way through the services: fathom trace last"
 NAME_SECONDS = 2.0
 """How long `status` waits for the model's name."""
 
-DTYPE_HELP = """\
-How weights and arithmetic are kept: bf16 for everyday use; fp32 as the exact reference, slower; int8 (weights only) \
-fastest for a single user."""
-
-REPLAY_HELP = "How a model with sliding windows goes on after a prefix hit (docs/deepseek_v41.md)."
 DTYPES, REPLAYS = get_args(Dtype), get_args(Replay)
 
-KV_URL_HELP = """\
-Object store behind the KV store, file:///FOLDER or s3://BUCKET/PREFIX: every replica finds every block there. \
-Credentials: --set kvstore.object_store_options_file=FILE."""
-
-OTLP_HELP = "A collector that the console passes all spans on to, for example http://127.0.0.1:4317."
-CONSOLE_HELP = (
-    "Collect spans, for fathom trace and a page that shows them; without it they go to --otlp-endpoint alone."
-)
-
 app = typer.Typer(
-    help=GUIDE, no_args_is_help=True, rich_markup_mode="rich", add_completion=False, pretty_exceptions_enable=False
+    cls=Ordered,
+    help=GUIDE,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    add_completion=False,
+    pretty_exceptions_enable=False,
 )
 app.add_typer(keys.app, name="keys")
 app.command()(trace)
@@ -164,16 +143,12 @@ def up(
         console=console,
         settings=tuple(setting(text) for text in settings or ()),
     )
+    prepare = partial(_prepared, home, options, is_default=model is None, replay=replay)
     try:
-        # All that can be refused is refused before the model is downloaded.
+        # What can be refused without the model is refused before it is downloaded.
         check_environment(house_names())
         check_choices(options)
-        check_free(home, port)
-        if model is None:
-            options = options.model_copy(update={"model": _default_model(home, show)})
-        if replay is not None:
-            options = options.model_copy(update={"model": folder_with(home, options.model, replay)})
-        status = start_suite(home, options, show, detach=detach)
+        status = start_suite(home, options, show, prepare, detach=detach)
     except (NotStarted, ValueError) as reason:
         _fail(str(reason))
     raise typer.Exit(status)
@@ -183,18 +158,32 @@ def up(
 def down() -> None:
     """Stop what fathom up started here; return when every process has ended."""
     home = Home.of(Path.cwd())
+    begun = starting.read(home)
     suite = state.read(home.state)
-    if suite is not None and suite.left_running():
+    was_running = suite is not None and bool(suite.left_running())
+    if begun is not None:
+        print(f"ending a start: {begun.words}", flush=True)
+        end_start(home)
+    elif was_running:
         print(STOPPING, flush=True)
     num_ended = end(home)
-    print(f"stopped {num_ended} processes" if num_ended else "nothing was running here")
+    if num_ended:
+        print(f"stopped {num_ended} processes")
+    else:
+        print("stopped" if begun is not None or was_running else "nothing was running here")
 
 
 @app.command()
 def status() -> None:
-    """Show every process; exit status 0 when all are ready."""
+    """Show every process; exit status 0 when NATS and all services are ready."""
+    home = Home.of(Path.cwd())
+    begun = starting.read(home)
+    suite = state.read(home.state)
+    if begun is not None and (suite is None or not suite.is_running):
+        print(f"starting: {begun.words}")
+        raise typer.Exit(1)
     suite = _running_suite()
-    health = asyncio.run(ask_all(suite))
+    health = asyncio.run(ask_all(suite, and_console=True))
     # Piped output is not wrapped to a terminal's width that it does not have.
     Console(width=None if sys.stdout.isatty() else 160).print(status_table(health))
     try:
@@ -203,10 +192,11 @@ def status() -> None:
         name = "(for those with an API key)"
     except Unanswered:
         name = "(not served yet)"
+    print(f"\n{_counted(health, suite, begun)}")
     if suite.console_url:
         print(f"\nconsole  {suite.console_url}")
     print(f"\nHTTP API {suite.url}/v1  model {name}  from {suite.model}")
-    raise typer.Exit(0 if all(one.ready for one in health) else 1)
+    raise typer.Exit(0 if all(one.ready for one in health if one.process.service != CONSOLE) else 1)
 
 
 @app.command()
@@ -215,14 +205,17 @@ def logs(
         str | None, typer.Argument(help="A service (decode) or a replica (decode-0); all when left out.")
     ] = None,
     follow_on: Annotated[  # noqa: FBT002 - typer makes flags of these
-        bool, typer.Option("--follow/--no-follow", help="Go on with what is written from now on.")
+        bool, typer.Option("--follow/--no-follow", "-f", help="Go on with what is written, until the suite ends.")
     ] = True,
     lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Lines of each log to begin with.")] = 200,
 ) -> None:
-    """Print the services' logs by time, and follow them."""
+    """Print the services' logs by time, and follow them while the suite runs."""
+    home = Home.of(Path.cwd())
     try:
-        for line in follow(Home.of(Path.cwd()), service, num_lines=lines, forever=follow_on):
+        for line in follow(home, service, num_lines=lines, is_written=lambda: follow_on and _is_here(home)):
             print(line, flush=True)
+        if follow_on:
+            print("fathom: nothing runs here any more: that is all that was written", file=sys.stderr)
     except NoSuchLog as reason:
         _fail(str(reason))
     except (KeyboardInterrupt, BrokenPipeError):
@@ -261,7 +254,7 @@ def chat(
     except Unanswered as reason:
         if has_begun:
             print(flush=True)
-        _fail(str(reason) if url or _is_kept_alive() else "the suite was stopped")
+        _fail(str(reason) if url else _why_silent(str(reason)))
     except KeyboardInterrupt:
         print()
         raise typer.Exit(130) from None
@@ -303,6 +296,18 @@ def tiny_model(
     print(folder.resolve())
 
 
+def _prepared(home: Home, options: Options, show: Display, *, is_default: bool, replay: Replay | None) -> Options:
+    """Return the options with a model that is there. Raises ValueError where the KV store would keep nothing of it."""
+    from services.local.kv_room import check_room  # reads what the store's own rules are, for no other command
+
+    folder = _default_model(home, show) if is_default else options.model
+    if replay is not None:
+        folder = folder_with(home, folder, replay)
+    chosen = options.model_copy(update={"model": folder})
+    check_room(chosen)
+    return chosen
+
+
 def _checked_folder(model: Path) -> Path:
     if not model.exists():
         _fail(f"there is no folder {model}")
@@ -324,16 +329,36 @@ def _default_model(home: Home, show: Display, wheel: Path | None = None) -> Path
         _fail(str(reason))
 
 
-def _is_kept_alive() -> bool:
-    suite = state.read(Home.of(Path.cwd()).state)
-    return suite is not None and suite.is_running and not suite.stopping
+def _why_silent(reason: str) -> str:
+    """Return why this directory's suite did not answer: what became of it, or else `reason`."""
+    home = Home.of(Path.cwd())
+    if starting.read(home) is not None:
+        return starting.reason_to_wait(home)
+    suite = state.read(home.state)
+    return reason if suite is not None and suite.is_running and not suite.stopping else "the suite was stopped"
+
+
+def _is_here(home: Home) -> bool:
+    """Return whether a suite runs here, or starts."""
+    suite = state.read(home.state)
+    return (suite is not None and suite.is_running) or starting.read(home) is not None
 
 
 def _running_suite() -> state.SuiteState:
-    suite = state.read(Home.of(Path.cwd()).state)
+    home = Home.of(Path.cwd())
+    suite = state.read(home.state)
     if suite is None or not suite.is_running:
-        _fail(NOTHING_RUNS)
+        _fail(starting.reason_to_wait(home))
     return suite
+
+
+def _counted(health: Sequence[Health], suite: state.SuiteState, begun: starting.Starting | None) -> str:
+    """Return how many of the processes are ready, and what is going on with them."""
+    num_ready = sum(one.ready for one in health)
+    count = f"{len(health)} processes, {'all' if num_ready == len(health) else num_ready} ready"
+    if suite.stopping:
+        return f"{count}; {STOPPING}"
+    return f"{count}; still starting" if begun is not None else count
 
 
 def _fail(reason: str) -> NoReturn:

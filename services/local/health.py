@@ -38,10 +38,11 @@ class Health:
     """0: the stage has no known length."""
 
 
-async def ask_all(suite: SuiteState) -> list[Health]:
-    """Ask every process at once; takes at most about a second."""
+async def ask_all(suite: SuiteState, *, and_console: bool = False) -> list[Health]:
+    """Ask NATS and every service at once, and the console last if wanted; takes at most about a second."""
+    asked = suite.everyone if and_console else suite.processes
     async with httpx.AsyncClient(timeout=ASK_SECONDS, trust_env=False, verify=_NO_TLS) as client:
-        return list(await asyncio.gather(*(_ask(client, process) for process in suite.processes)))
+        return list(await asyncio.gather(*(_ask(client, process) for process in asked)))
 
 
 async def _ask(client: httpx.AsyncClient, process: ProcessState) -> Health:

@@ -24,6 +24,11 @@ class Home:
         return self.root / "state.json"
 
     @property
+    def starting(self) -> Path:
+        """Is there while a `fathom up` starts."""
+        return self.root / "starting.json"
+
+    @property
     def logs(self) -> Path:
         return self.root / "logs"
 

@@ -29,6 +29,7 @@ from services.chassis.kvstore_shards import parse_replicas
 from services.kvstore.directory import CLASSES, StoreLockedError
 from services.local import state
 from services.local.home import Home
+from services.local.sizes import in_words
 
 if TYPE_CHECKING:
     import grpc.aio
@@ -124,7 +125,7 @@ def evict(
 
     async def ask(name: str, stub: "KvstoreAsyncStub") -> None:
         reply = await stub.Evict(request, timeout=LONG_SECONDS)
-        print(f"{name}: removed {_counted(reply.num_blocks, 'block')}, {reply.num_bytes / MIB:.1f} MiB of disk")
+        print(f"{name}: removed {_counted(reply.num_blocks, 'block')}, {in_words(reply.num_bytes)} of disk")
 
     _with_each(addresses, ask)
 
@@ -205,7 +206,7 @@ def _summary(name: str, reply: KvstoreStats) -> str:
     objects = BREAKER_WORDS.get(reply.breaker, reply.breaker or "off")
     return (
         f"{name}: {_counted(reply.num_blocks, 'block')} in {_counted(reply.num_segments, 'segment')}; "
-        f"{reply.physical_bytes / MIB:.0f} of {reply.max_bytes / MIB:.0f} MiB of disk; "
+        f"{in_words(reply.physical_bytes)} of {in_words(reply.max_bytes)} of disk; "
         f"{reply.num_pinned} pinned, {_counted(reply.num_leases, 'lease')}; since start {reply.num_evicted} evicted, "
         f"{reply.num_expired} expired, {reply.num_damaged} damaged; object store {objects}"
         + (f" with {_counted(reply.num_remote_blocks, 'block')}" if reply.num_remote_blocks else "")
@@ -218,7 +219,7 @@ def _counted(number: int, noun: str) -> str:
 
 def _uses(reply: KvstoreStats) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("held by", "blocks", "MiB", "quota MiB", "days"):
+    for column in ("held by", "blocks", "size", "quota", "days"):
         table.add_column(column, justify="left" if column == "held by" else "right", no_wrap=True)
     for kind in reply.retentions:
         days = f"{kind.seconds / 86_400:g}" if kind.seconds else "until room is needed"
@@ -227,11 +228,11 @@ def _uses(reply: KvstoreStats) -> Table:
         )
     for model in reply.fingerprints:
         short = model.fingerprint.hex()[:SHORT_DIGITS]
-        table.add_row(f"fingerprint {short}", str(model.num_blocks), f"{model.num_bytes / MIB:.1f}", "", "")
+        table.add_row(f"fingerprint {short}", str(model.num_blocks), in_words(model.num_bytes), "", "")
     for one in reply.tenants:
-        quota = f"{one.quota_bytes / MIB:.0f}" if one.quota_bytes else "-"
+        quota = in_words(one.quota_bytes) if one.quota_bytes else "-"
         name = f"tenant {one.tenant}" if one.tenant else "requests without keys"
-        table.add_row(name, str(one.num_blocks), f"{one.num_bytes / MIB:.1f}", quota, "")
+        table.add_row(name, str(one.num_blocks), in_words(one.num_bytes), quota, "")
     return table
 
 

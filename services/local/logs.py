@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -73,16 +73,21 @@ class Tail:
         return [line.decode(errors="replace") for line in lines]
 
 
-def follow(home: Home, service: str | None, *, num_lines: int, forever: bool) -> Iterator[str]:
-    """Yield "name | line": the last `num_lines` of each log first, then what is added, without end if `forever`."""
+def follow(
+    home: Home, service: str | None, *, num_lines: int, is_written: Callable[[], bool] = lambda: False
+) -> Iterator[str]:
+    """Yield "name | line": the last `num_lines` of each log first, then what is added, for as long as `is_written`."""
     tails = [Tail(path) for path in log_files(home, service)]
     width = max(len(tail.path.stem) for tail in tails)
     # Everything is read, for zero lines too: what follows is what is added from here on.
     begun = [(tail.path.stem, tail.read()) for tail in tails]
     history = [(name, lines[-num_lines:] if num_lines else []) for name, lines in begun]
     yield from (f"{name:<{width}} | {line}" for name, line in merged(history))
-    while forever:
-        time.sleep(POLL_SECONDS)
+    goes_on = True
+    while goes_on:
+        goes_on = is_written()  # asked before the last look, which then finds what was written until the end
+        if goes_on:
+            time.sleep(POLL_SECONDS)
         yield from (
             f"{name:<{width}} | {line}" for name, line in merged([(tail.path.stem, tail.read()) for tail in tails])
         )

@@ -90,11 +90,15 @@ class SuiteState(BaseModel):
         """Where the console's page is; empty when the suite has none."""
         return self.console.health_url.removesuffix("/healthz") if self.console is not None else ""
 
+    @property
+    def everyone(self) -> tuple[ProcessState, ...]:
+        """What people see of the suite: NATS, the services and the console."""
+        return (*self.processes, self.console) if self.console is not None else self.processes
+
     def left_running(self) -> list[Identity]:
         """Return every process of the suite that is alive, the supervisor and the console included."""
-        ours = (*self.processes, *((self.console,) if self.console is not None else ()))
-        everyone = [self.supervisor, *(process.identity for process in ours if process.identity is not None)]
-        return [identity for identity in everyone if identity.process() is not None]
+        ours = [self.supervisor, *(process.identity for process in self.everyone if process.identity is not None)]
+        return [identity for identity in ours if identity.process() is not None]
 
     def named(self, name: str) -> ProcessState:
         """Raise KeyError for a name that is not there."""

@@ -6,8 +6,7 @@ import psutil
 from rich.table import Table
 
 from services.local.health import Health
-
-MIB = 1 << 20
+from services.local.sizes import in_words
 
 
 def status_table(health: Sequence[Health]) -> Table:
@@ -33,6 +32,6 @@ def resident(health: Health) -> str:
     """Return the process's resident memory in words; "-" when it has none."""
     live = health.process.identity.process() if health.process.identity else None
     try:
-        return f"{live.memory_info().rss // MIB} MiB" if live else "-"
+        return in_words(live.memory_info().rss) if live else "-"
     except psutil.NoSuchProcess:
         return "-"

@@ -14,15 +14,16 @@ from pydantic import TypeAdapter
 from services.local import state
 from services.local.console.journey import Journey
 from services.local.home import Home
+from services.local.starting import reason_to_wait
 from services.local.state import SuiteState
 from services.local.trace_text import journey_lines, list_lines
 
-NOTHING_RUNS = "nothing is running here: run fathom up"
 NO_CONSOLE = "this suite runs without its console: start it again without --no-console"
 ASK_SECONDS = 5.0
 ON_THE_WAY_SECONDS = 0.7
 """The services send their spans every half second: what has just ended is still on its way."""
-PIPED_COLUMNS = 160
+LEAST_COLUMNS = 80
+"""Drawn into less, a line would break where the terminal's edge is; a pipe tells no width, and gets this one."""
 _ONE, _MANY = TypeAdapter(Journey), TypeAdapter(list[Journey])
 
 
@@ -36,20 +37,21 @@ def trace(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,  # noqa: FBT002 - typer makes flags of these
 ) -> None:
     """Draw a request's way through the services, or list the newest requests."""
-    suite = state.read(Home.of(Path.cwd()).state)
+    home = Home.of(Path.cwd())
+    suite = state.read(home.state)
     if suite is None or not suite.is_running:
-        _fail(NOTHING_RUNS)
+        _fail(reason_to_wait(home))
     time.sleep(ON_THE_WAY_SECONDS)
     answer = _ask(suite, "/api/request", {"id": request}) if request else _ask(suite, "/api/requests", {})
     if as_json:
         print(json.dumps(answer, indent=1))
         return
-    is_terminal = sys.stdout.isatty()
-    columns = shutil.get_terminal_size().columns if is_terminal else PIPED_COLUMNS
+    columns = max(LEAST_COLUMNS, shutil.get_terminal_size(fallback=(LEAST_COLUMNS, 24)).columns)
     if request:
         lines = journey_lines(_ONE.validate_python(answer), columns=columns)
     else:
-        lines = list_lines(_MANY.validate_python(answer))
+        # A program that reads the list wants the ids whole.
+        lines = list_lines(_MANY.validate_python(answer), columns=columns if sys.stdout.isatty() else None)
     print("\n".join(lines))
 
 

@@ -1,20 +1,30 @@
 """How is a request's journey drawn in a terminal?"""
 
 from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from itertools import chain
+from textwrap import wrap
 
 from services.local.console.journey import MAX_INDENT, Journey, clock, millis
 
 LEAST_BAR, MOST_BAR = 16, 64
+LEAST_WHAT, LEAST_MODEL, LEAST_ID = 12, 6, 8
+LEAST_NOTE = 24
 _FULL, _TRACK = "█", "·"
 _EIGHTHS = " ▏▎▍▌▋▊▉"
+_NUMBERS = frozenset({3, 4, 5, 6, 7})
+"""Columns of the list that hold numbers."""
 
 
-def list_lines(journeys: Sequence[Journey]) -> list[str]:
-    """Return a table of requests, newest first."""
+def list_lines(journeys: Sequence[Journey], *, columns: int | None) -> list[str]:
+    """Return a table of requests, newest first. columns: of the terminal, into which models and ids are cut to fit.
+
+    None cuts nothing.
+    """
     if not journeys:
         return ['no request was recorded yet; ask something: fathom chat "Count from one to ten."']
-    rows = [("request", "at", "model", "in", "cached", "out", "TTFT ms", "total ms", "end")]
-    rows += [
+    head = ("request", "at", "model", "in", "cached", "out", "TTFT ms", "total ms", "end")
+    rows: list[tuple[str, ...]] = [
         (
             one.id,
             clock(one.started_unix_seconds),
@@ -28,32 +38,45 @@ def list_lines(journeys: Sequence[Journey]) -> list[str]:
         )
         for one in journeys
     ]
-    return [*_aligned(rows, numbers={3, 4, 5, 6, 7}), "", "one request's way: fathom trace REQUEST"]
+    if columns is not None:
+        surplus = max(map(len, _aligned([head, *rows], numbers=_NUMBERS))) - columns
+        surplus -= _cut(rows, 2, surplus, least=LEAST_MODEL)
+        # The begin of an id names its request as well, as long as nothing is put behind it.
+        _cut(rows, 0, surplus, least=_telling_letters([one.id for one in journeys]), mark="")
+    return [*_aligned([head, *rows], numbers=_NUMBERS), "", "one request's way: fathom trace REQUEST"]
 
 
 def journey_lines(journey: Journey, *, columns: int) -> list[str]:
-    """Return totals, and then a line a span: who, what, when, and a bar on one time axis. columns: of the terminal."""
+    """Return totals, and then a line a span: who, what, when, and a bar on one time axis. columns: of the terminal.
+
+    Where notes do not fit beside the bars, they stand below their span.
+    """
     total = journey.total_seconds
-    cells = [("service", "what", "begins", "takes", "")]
-    cells += [
+    head = ("service", "what", "begins", "takes")
+    cells: list[tuple[str, ...]] = [
         (
             row.service,
             "  " * min(row.depth, MAX_INDENT) + row.name + (" FAILED" if row.is_error else ""),
             millis(row.start_seconds),
             millis(row.seconds),
-            ", ".join(row.notes),
         )
         for row in journey.rows
     ]
-    named = _aligned([row[:4] for row in cells], numbers={2, 3}, keeps_end=True)
-    notes_width = max(len(row[4]) for row in cells)
-    width = min(MOST_BAR, max(LEAST_BAR, columns - len(named[0]) - notes_width - 4))
-    bars = [
-        axis(total, width),
-        *(bar(row.start_seconds, row.seconds, total, width) for row in journey.rows),
-    ]
-    drawn = [f"{name}  {mark}  {row[4]}".rstrip() for name, mark, row in zip(named, bars, cells, strict=True)]
-    return [*_totals(journey), "", *drawn]
+    surplus = len(_aligned([head, *cells], numbers={2, 3}, keeps_end=True)[0]) + 2 + LEAST_BAR - columns
+    _cut(cells, 1, surplus, least=LEAST_WHAT)
+    title, *named = _aligned([head, *cells], numbers={2, 3}, keeps_end=True)
+    notes = [", ".join(row.notes) for row in journey.rows]
+    room = columns - len(title) - 2
+    is_beside = room - 2 - max(map(len, notes)) >= LEAST_BAR
+    width = min(MOST_BAR, max(LEAST_BAR, room - 2 - max(map(len, notes)) if is_beside else room))
+    drawn = [f"{title}  {axis(total, width)}"]
+    for name, note, row in zip(named, notes, journey.rows, strict=True):
+        line = f"{name}  {bar(row.start_seconds, row.seconds, total, width)}"
+        drawn.append(f"{line}  {note}".rstrip() if is_beside else line)
+        if note and not is_beside:
+            drawn += _below(note, title.index("what") + 2 * min(row.depth, MAX_INDENT) + 2, columns)
+    totals = (wrap(line, columns, subsequent_indent="  ") for line in _totals(journey))
+    return [*chain.from_iterable(totals), "", *drawn]
 
 
 def bar(start: float, seconds: float, total: float, width: int) -> str:
@@ -75,15 +98,45 @@ def axis(total: float, width: int) -> str:
 
 def _totals(journey: Journey) -> Iterator[str]:
     tokens = f"{journey.prompt_tokens} prompt tokens, {journey.cached_tokens} cached, {journey.output_tokens} out"
-    yield f"request {journey.id}  {journey.operation}  {journey.model}  {journey.outcome}"
-    yield f"TTFT {millis(journey.ttft_seconds)} ms  total {millis(journey.total_seconds)} ms  {tokens}"
+    known = (journey.operation, journey.model, journey.outcome)
+    yield "  ".join((f"request {journey.id}", *(word for word in known if word)))
+    if journey.is_running:
+        yield f"running for {millis(journey.total_seconds)} ms so far"
+    else:
+        yield f"TTFT {millis(journey.ttft_seconds)} ms  total {millis(journey.total_seconds)} ms  {tokens}"
     services = dict.fromkeys(row.service for row in journey.rows)
     yield f"services: {', '.join(services)}"
-    if not journey.is_finished:
-        yield "it has not finished yet: only what has ended is shown"
+    if journey.caveat:
+        yield journey.caveat
 
 
-def _aligned(rows: Sequence[Sequence[str]], *, numbers: set[int], keeps_end: bool = False) -> list[str]:
+def _cut(rows: list[tuple[str, ...]], column: int, surplus: int, *, least: int, mark: str = "…") -> int:
+    """Cut a column of `rows` by `surplus` letters, and to no less than `least`; return by how many it was cut."""
+    widest = max(len(row[column]) for row in rows)
+    width = max(least, widest - surplus)
+    if surplus <= 0 or width >= widest:
+        return 0
+    for number, row in enumerate(rows):
+        text = row[column] if len(row[column]) <= width else row[column][: width - len(mark)] + mark
+        rows[number] = (*row[:column], text, *row[column + 1 :])
+    return widest - width
+
+
+def _telling_letters(ids: Sequence[str]) -> int:
+    """Return how many letters still tell these ids apart."""
+    letters = LEAST_ID
+    while len({one[:letters] for one in ids}) < len(set(ids)):
+        letters += 1
+    return letters
+
+
+def _below(note: str, indent: int, columns: int) -> list[str]:
+    """Return a note on lines of its own."""
+    indent = max(0, min(indent, columns - LEAST_NOTE))
+    return wrap(note, max(columns, LEAST_NOTE), initial_indent=" " * indent, subsequent_indent=" " * indent)
+
+
+def _aligned(rows: Sequence[Sequence[str]], *, numbers: AbstractSet[int], keeps_end: bool = False) -> list[str]:
     """Return rows as lines of columns; those in `numbers` end flush."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = (

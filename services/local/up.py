@@ -3,22 +3,22 @@
 import asyncio
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from services.chassis.config import EXIT_CONFIG, child_environment
-from services.local import children, state
+from services.local import children, starting, state
 from services.local.down import STOPPING, end
 from services.local.health import Health, ask_all
 from services.local.home import Home
-from services.local.plan import Options
+from services.local.interrupts import Ears, Interrupted, StoppedByDown
+from services.local.plan import CONSOLE, Options
 from services.local.ports import holder_of, is_free
 from services.local.progress import Display
+from services.local.starting import announced
 from services.local.talk import KeyNeeded, Unanswered, one_token
 
 POLL_SECONDS = 0.3
@@ -37,47 +37,40 @@ class NotStarted(Exception):  # noqa: N818 - reads as what happened
     """The suite did not come up; the text is the reason, for the person who started it."""
 
 
-class Interrupted(Exception):  # noqa: N818 - reads as what happened
-    """Someone asked this command to end: Ctrl-C, SIGTERM or a closed terminal."""
+def up(home: Home, options: Options, display: Display, prepare: Callable[[Display], Options], *, detach: bool) -> int:
+    """Start a suite, wait for its first real token, and stay with it unless detached. Return the exit status.
 
-
-def up(home: Home, options: Options, display: Display, *, detach: bool) -> int:
-    """Start the suite, wait for its first real token, and stay with it unless detached. Return the exit status.
-
-    `options.model` is a folder that exists. Raises NotStarted after everything was stopped again.
+    prepare: returns `options` with a model that is there, or raises; it may take minutes, and others see it starting.
+    Raises NotStarted after everything was stopped again.
     """
     began = time.monotonic()
-    lock = claim(home, options.port)
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        signal.signal(number, _interrupt)
-    home.prepare()
-    supervisor = _start_supervisor(home, options, lock, bound=not detach)
-    os.close(lock)
+    lock, ears = claim(home, options.port), Ears()
+    supervisor: subprocess.Popen[bytes] | None = None
     is_ready = False
     try:
-        with display:
-            suite = _wait_ready(home, supervisor, display)
-            model = _first_token(suite.url)
+        ears.listen()
+        with announced(home, display) as show:
+            supervisor = _launch(home, show, prepare, lock, bound=not detach)
+            with show:
+                suite = _wait_ready(home, supervisor, show, ears)
+                model = _first_token(suite.url)
         is_ready = True
         print(ready_lines(suite.url, model, time.monotonic() - began, console_url=suite.console_url), flush=True)
-        if detach:
-            return 0
-        _stay(home, supervisor)
+        if not detach:
+            _stay(home, supervisor)
     except NotStarted as reason:
+        if supervisor is None:
+            raise
         _stop(home, supervisor)
         raise NotStarted(f"{reason}\nEverything was stopped again; the logs are in {home.logs}") from None
-    except Interrupted:
-        print(STOPPING if is_ready else "stopping", flush=True)
-        _stop(home, supervisor)
-        print("stopped", flush=True)
+    except Interrupted as how:
+        if supervisor is None or supervisor.poll() is None:
+            print(STOPPING if is_ready else "stopping", flush=True)
+        if supervisor is not None:
+            _stop(home, supervisor)
+        print(how, flush=True)
         return 0 if is_ready else INTERRUPTED
-    print("stopped", flush=True)  # by `fathom down` elsewhere
     return 0
-
-
-def check_free(home: Home, port: int) -> None:
-    """Raise NotStarted when a suite runs in this directory or the port is taken; leaves both free for `up`."""
-    os.close(claim(home, port))
 
 
 def claim(home: Home, port: int) -> int:
@@ -85,15 +78,30 @@ def claim(home: Home, port: int) -> int:
     lock = home.lock()
     suite = state.read(home.state)
     if lock is None:
-        where = f" at {suite.url} (pid {suite.supervisor.pid})" if suite is not None else ""
-        raise NotStarted(f"a suite already runs in this directory{where}; stop it with: fathom down")
+        raise NotStarted(f"{_owner(home, suite)}; stop it with: fathom down")
     if suite is not None:
         end(home)
-    if not is_free(port):
+    try:
+        _check_port(port)
+    except NotStarted:
         os.close(lock)
+        raise
+    return lock
+
+
+def _owner(home: Home, suite: state.SuiteState | None) -> str:
+    """Return who has this directory, in words."""
+    begun = starting.read(home)
+    if begun is not None:
+        return f"fathom up is already starting in this directory (pid {begun.command.pid}; {begun.words})"
+    where = f" at {suite.url} (pid {suite.supervisor.pid})" if suite is not None else ""
+    return f"a suite already runs in this directory{where}"
+
+
+def _check_port(port: int) -> None:
+    if not is_free(port):
         holder = holder_of(port)
         raise NotStarted(f"port {port} is in use{f' by {holder}' if holder else ''}; choose another one with --port")
-    return lock
 
 
 def ready_lines(url: str, model: str, seconds: float, *, console_url: str = "") -> str:
@@ -125,13 +133,18 @@ def fault(health: Sequence[Health]) -> Health | None:
     return None
 
 
-def _interrupt(*_: object) -> NoReturn:
-    for later in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        signal.signal(later, signal.SIG_IGN)  # the end is under way; a second Ctrl-C must not cut it short
-    raise Interrupted
+def _launch(
+    home: Home, show: Display, prepare: Callable[[Display], Options], lock: int, *, bound: bool
+) -> subprocess.Popen[bytes]:
+    try:
+        return _start_supervisor(home, prepare(show), lock, bound=bound)
+    finally:
+        os.close(lock)  # the supervisor has its own: when it ends, the directory is free
 
 
 def _start_supervisor(home: Home, options: Options, lock: int, *, bound: bool) -> subprocess.Popen[bytes]:
+    _check_port(options.port)  # the model may have taken minutes
+    home.prepare()
     # The state of an earlier suite must not be taken for this one's.
     home.state.unlink(missing_ok=True)
     module = (sys.executable, "-P", "-m", "services.local.supervisor")
@@ -144,16 +157,17 @@ def _start_supervisor(home: Home, options: Options, lock: int, *, bound: bool) -
     )
 
 
-def _wait_ready(home: Home, supervisor: subprocess.Popen[bytes], display: Display) -> state.SuiteState:
+def _wait_ready(home: Home, supervisor: subprocess.Popen[bytes], display: Display, ears: Ears) -> state.SuiteState:
     last_change = time.monotonic()
     last: list[tuple[str, str, int]] = []
     while True:
         suite = state.read(home.state)
-        if supervisor.poll() is not None:
-            raise NotStarted(f"the supervisor ended:\n{tail(home.supervisor_log)}")
+        _check_supervisor(home, supervisor)
         if suite is not None and suite.processes:
-            health = asyncio.run(ask_all(suite))
-            display.services(health)
+            with ears.held():
+                everyone = asyncio.run(ask_all(suite, and_console=True))
+            display.services(everyone)
+            health = [one for one in everyone if one.process.service != CONSOLE]  # for that one nobody waits
             if (bad := fault(health)) is not None:
                 raise NotStarted(
                     f"{bad.process.name} ended with status {bad.process.exit_code}:\n{last_words(bad.process)}"
@@ -186,14 +200,22 @@ def _first_token(url: str) -> str:
 
 
 def _stay(home: Home, supervisor: subprocess.Popen[bytes]) -> None:
-    """Say what the supervisor does, until it ends (`fathom down`) or we are interrupted."""
+    """Say what the supervisor does, until it ends or we are interrupted."""
     with home.supervisor_log.open(encoding="utf-8") as log:
-        while supervisor.poll() is None:
+        while True:
+            _check_supervisor(home, supervisor)
             for line in console_lines(log.read().splitlines()):
                 print(line, flush=True)
             time.sleep(POLL_SECONDS)
-    if supervisor.returncode:
-        raise NotStarted(f"the supervisor ended with status {supervisor.returncode}:\n{tail(home.supervisor_log)}")
+
+
+def _check_supervisor(home: Home, supervisor: subprocess.Popen[bytes]) -> None:
+    """Raise NotStarted when it has failed, StoppedByDown when it has ended since it was told to."""
+    status = supervisor.poll()
+    if status == 0:
+        raise StoppedByDown
+    if status is not None:
+        raise NotStarted(f"the supervisor ended with status {status}:\n{tail(home.supervisor_log)}")
 
 
 def console_lines(journal: Sequence[str]) -> Iterator[str]:

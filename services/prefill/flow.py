@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
     from kernels.grammar import GrammarFactory
     from services.chassis.engine_thread import EngineThread
+    from services.chassis.telemetry import Span as OpenSpan
     from services.prefill.engine import PrefillEngine
     from services.prefill.states import States
 
@@ -77,6 +78,7 @@ class PromptFlow:
         self._send = send
         self._happenings: asyncio.Queue[Happening | Exception] = asyncio.Queue()
         self._traceparent = ""
+        self._found_tokens: int | None = None  # in the pool, before anything was loaded behind them
         self._cargo: Cargo | None = None
         self._handoff: asyncio.Future[Handoff] = asyncio.get_running_loop().create_future()
         self._delivering: asyncio.Task[Delivered] | None = None
@@ -107,13 +109,13 @@ class PromptFlow:
             self._traceparent = current_traceparent()
             try:
                 async with asyncio.timeout(request.deadline_unix_seconds - time.time()):
-                    await self._serve()
+                    await self._serve(whole)
             except TimeoutError:
                 self._emit(failed=to_stream_error(DeadlinePassed("the request's deadline passed during prefill")))
             except Exception as error:  # noqa: BLE001 - mapped to its kind; a stranger is logged there
                 self._emit(failed=to_stream_error(error))
 
-    async def _serve(self) -> None:
+    async def _serve(self, whole: OpenSpan) -> None:
         check_request(self._request, self._around.limits)
         prompt = self._prompt(await self._allowed())
         self._around.thread.post(self._around.engine.submit, prompt)
@@ -121,6 +123,7 @@ class PromptFlow:
         fetch = self._fetch(prompt)
         try:
             first = await self._computed(prompt, fetch)
+            whole.set_attribute(names.MEMORY_TOKENS, self._memory_tokens(first.cached_tokens))
             if first.sampled.problem is not None:
                 raise InternalError(f"no token could be sampled: {first.sampled.problem}")
             if prompt.num_scores is not None and len(first.scores) != len(prompt.token_ids) - 1:
@@ -193,6 +196,8 @@ class PromptFlow:
     async def _begin(self, prompt: Prompt, found: HitFound) -> None:
         """Fetch what the hit consists of: blocks from the KV store, a window state from this host."""
         around, num_tokens = self._around, len(prompt.token_ids)
+        if self._found_tokens is None:
+            self._found_tokens = found.num_found * around.limits.block_tokens
         matched = found.num_found + len(found.wanted)
         hit, state = await around.states.find_start(prompt.keys[:matched], num_tokens)
         if found.wanted and hit.block_tokens:  # else even with all of them nothing could be reused
@@ -235,6 +240,10 @@ class PromptFlow:
             recompute_seconds=recompute_seconds(num_tokens, tokens_per_second=speed),
         )
         return num_loaded
+
+    def _memory_tokens(self, cached_tokens: int) -> int:
+        """Return how many of the cached tokens came from the pool here: all, unless the engine asked for a load."""
+        return cached_tokens if self._found_tokens is None else min(self._found_tokens, cached_tokens)
 
     def _announce(self, prompt: Prompt) -> None:
         """Ask for a decode replica, unless the answer can have only one token."""

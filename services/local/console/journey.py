@@ -35,6 +35,8 @@ class Journey:
     started_unix_seconds: float
     is_finished: bool
     """Whether the recipe has said how it ended; until then only what has ended is known."""
+    is_running: bool
+    """Whether it may still say so. When it is neither, that word was lost, with the process or the message."""
     status: int
     """HTTP status; 0 while it runs."""
     finish_reasons: tuple[str, ...]
@@ -43,6 +45,7 @@ class Journey:
     output_tokens: int
     ttft_seconds: float | None
     total_seconds: float
+    """Until it ended; until now while it runs; until the last that is known of it where its end was lost."""
     path: tuple[tuple[str, str], ...] = ()
     """Who called whom, each pair once, in the order of the first calls."""
     rows: tuple[Row, ...] = ()
@@ -51,9 +54,18 @@ class Journey:
     def outcome(self) -> str:
         """How it ended, in a word or two."""
         if not self.is_finished:
-            return "running"
+            return "running" if self.is_running else "incomplete"
         reasons = ", ".join(dict.fromkeys(reason for reason in self.finish_reasons if reason != "none"))
         return f"{self.status} {reasons}".strip()
+
+    @property
+    def caveat(self) -> str:
+        """What a reader must know of a request whose end is not known; empty where it is."""
+        if self.is_finished:
+            return ""
+        if self.is_running:
+            return "It has not finished yet: only what has ended is shown"
+        return "Incomplete: the recipe's span, which says how it ended, never came"
 
 
 def clock(unix_seconds: float) -> str:

@@ -11,10 +11,10 @@ from services.local.console.journey import MAX_INDENT, Journey, Row, clock, mill
 from services.local.console.style import CSS
 from services.local.console.view import Process, View
 from services.local.console.web import NOTHING_LOADS
+from services.local.sizes import in_words
 
 _STYLE_HASH = base64.b64encode(hashlib.sha256(CSS.encode()).digest()).decode()
 POLICY = f"{NOTHING_LOADS}; style-src 'sha256-{_STYLE_HASH}'; img-src data:"
-_MIB, _GIB = 1 << 20, 1 << 30
 
 
 def front(view: View | None, journeys: Sequence[Journey], figures: Mapping[str, int], *, live_seconds: int = 0) -> str:
@@ -34,7 +34,7 @@ def front(view: View | None, journeys: Sequence[Journey], figures: Mapping[str, 
 def request(journey: Journey) -> str:
     """Return the page of one request: totals, the map, the waterfall."""
     others = " ".join(f'<span class="id">{escape(other)}</span>' for other in journey.also)
-    still = "" if journey.is_finished else "<p><strong>Not finished yet</strong>: only what has ended is shown.</p>"
+    still = f"<p><strong>{escape(journey.caveat)}.</strong></p>" if journey.caveat else ""
     body = (
         f'<p><a href="/">All requests</a></p><h1>Request <span class="id">{escape(journey.id)}</span></h1>{still}'
         f"{_totals(journey)}"
@@ -88,8 +88,8 @@ def _load(view: View) -> str:
             (f"{engine}: running, queued", f"{running}, {queued}"),
             (f"{engine}: KV blocks in use", f"{used} of {total} ({cached} cached)"),
         ]
-    disk, most = (gauges.get(f"fathom_kvstore_{what}_bytes", 0.0) / _GIB for what in ("disk", "max"))
-    stored = f"{_number(gauges, 'fathom_kvstore_blocks')} blocks, {disk:.2f} of {most:.1f} GiB"
+    disk, most = (in_words(gauges.get(f"fathom_kvstore_{what}_bytes", 0.0)) for what in ("disk", "max"))
+    stored = f"{_number(gauges, 'fathom_kvstore_blocks')} blocks, {disk} of {most}"
     cards.append(("kvstore holds", stored))
     items = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in cards)
     return f'<h2>Load</h2><dl class="cards">{items}</dl>'
@@ -105,7 +105,7 @@ def _processes(processes: Iterable[Process]) -> str:
         f"<td>{_state(one)}</td>"
         f'<td class="number">{seconds_in_words(one.uptime_seconds) if one.uptime_seconds is not None else "-"}</td>'
         f'<td class="number">{one.restarts}</td>'
-        f'<td class="number">{f"{one.resident_bytes // _MIB} MiB" if one.resident_bytes is not None else "-"}</td>'
+        f'<td class="number">{in_words(one.resident_bytes) if one.resident_bytes is not None else "-"}</td>'
         f"<td>{_metrics(one)}</td></tr>"
         for one in processes
     )
@@ -185,7 +185,7 @@ def _figures(figures: Mapping[str, int]) -> str:
     lost = figures["num_malformed_spans"] + figures["num_malformed_messages"] + figures["num_overflowing_spans"]
     unsent = figures["num_unforwarded_messages"]
     return (
-        f'<p class="quiet">{figures["num_traces"]} traces kept in {figures["num_bytes"] / _MIB:.1f} MiB of memory, '
+        f'<p class="quiet">{figures["num_traces"]} traces kept in {in_words(figures["num_bytes"])} of memory, '
         f"{figures['num_evicted_traces']} given up for newer ones; {figures['num_spans']} spans came, "
         f"{lost} were dropped"
         f"{f', {unsent} messages could not be passed on' if unsent else ''}. "

@@ -7,23 +7,29 @@ from services.chassis import names
 from services.local.console.journey import Journey, Row
 from services.local.console.spans import SHOWN_ID, Span, Value
 from services.local.console.traces import EDGE
+from services.local.sizes import in_words
 
 LAST = "last"
 SHORTEST_PREFIX = 6
 """Letters of an id that are enough, if no other request's begins alike."""
+WHOLE_WAY = "entrypoint.generate"
+"""The span that holds all others below the recipe's own."""
+CLOSING_SECONDS = 5.0
+"""The recipe's span comes a moment after the entrypoint's; later than this it will not come."""
+SILENCE_SECONDS = 600.0
+"""A long answer sends no span while it is generated; no request lives longer without a deadline of its own."""
 _PACKAGE = "fathom.v1."
-_MIB = 1 << 20
 
 
-def newest(traces: Iterable[Sequence[Span]], limit: int) -> list[Journey]:
-    """Return the newest requests by when they began, newest first."""
-    every = [journey for spans in traces for journey in _journeys(spans)]
+def newest(traces: Iterable[Sequence[Span]], limit: int, *, now: float) -> list[Journey]:
+    """Return the newest requests by when they began, newest first. now: Unix seconds."""
+    every = [journey for spans in traces for journey in _journeys(spans, now)]
     return sorted(every, key=lambda journey: journey.started_unix_seconds, reverse=True)[:limit]
 
 
-def find(traces: Iterable[Sequence[Span]], wanted: str) -> Journey | None:
+def find(traces: Iterable[Sequence[Span]], wanted: str, *, now: float) -> Journey | None:
     """Return the request that `wanted` names: an id, the begin of one, or "last"; None if there is none, or several."""
-    every = newest(traces, limit=1 << 30)
+    every = newest(traces, limit=1 << 30, now=now)
     if wanted == LAST:
         return next(iter(every), None)
     for journey in every:  # callers may use one id twice: the newest is meant
@@ -33,7 +39,7 @@ def find(traces: Iterable[Sequence[Span]], wanted: str) -> Journey | None:
     return alike[0] if len(alike) == 1 else None
 
 
-def _journeys(spans: Sequence[Span]) -> Iterator[Journey]:
+def _journeys(spans: Sequence[Span], now: float) -> Iterator[Journey]:
     """Yield the requests of one trace; a caller may have put several into it."""
     children: dict[str, list[Span]] = {}
     present = {span.span_id for span in spans}
@@ -49,14 +55,16 @@ def _journeys(spans: Sequence[Span]) -> Iterator[Journey]:
     adopted = [span for span in lost if span.span_id in own]
     lost = [span for span in lost if span.span_id not in own]
     for edge in edges:
-        yield _journey([edge, *adopted], children, edge)
+        yield _journey([edge, *adopted], children, edge, now)
     if lost:
-        yield _journey(sorted(lost, key=lambda span: span.started), children, None)
+        yield _journey(sorted(lost, key=lambda span: span.started), children, None, now)
 
 
-def _journey(tops: Sequence[Span], children: dict[str, list[Span]], edge: Span | None) -> Journey:
+def _journey(tops: Sequence[Span], children: dict[str, list[Span]], edge: Span | None, now: float) -> Journey:
     placed = list(_walk(tops, children))
     began = min(span.started for _, span, _ in placed)
+    heard = max(span.ended for _, span, _ in placed)
+    is_running = edge is None and _may_run(tops, heard, now)
     said: dict[str, Value] = {}
     for _, span, _ in reversed(placed):  # the outermost has the last word
         said.update(span.attributes)
@@ -73,13 +81,14 @@ def _journey(tops: Sequence[Span], children: dict[str, list[Span]], edge: Span |
         model=_text(known.get(names.GEN_AI_REQUEST_MODEL)),
         started_unix_seconds=began,
         is_finished=edge is not None,
+        is_running=is_running,
         status=_count(known.get(names.HTTP_RESPONSE_STATUS_CODE)),
         finish_reasons=reasons if isinstance(reasons, tuple) else (),
         prompt_tokens=_count(known.get(names.GEN_AI_USAGE_INPUT_TOKENS)),
         cached_tokens=_count(known.get(names.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS)),
         output_tokens=_count(known.get(names.GEN_AI_USAGE_OUTPUT_TOKENS)),
         ttft_seconds=first if isinstance(first, float) else None,
-        total_seconds=(edge.ended if edge is not None else max(span.ended for _, span, _ in placed)) - began,
+        total_seconds=(edge.ended if edge is not None else max(heard, now) if is_running else heard) - began,
         path=_path(placed),
         rows=tuple(
             Row(
@@ -95,6 +104,12 @@ def _journey(tops: Sequence[Span], children: dict[str, list[Span]], edge: Span |
             for depth, span, _ in placed
         ),
     )
+
+
+def _may_run(tops: Sequence[Span], heard: float, now: float) -> bool:
+    """Return whether a request whose end nobody told may still go on. heard: when the last span that came ended."""
+    is_closing = all(span.name == WHOLE_WAY for span in tops)
+    return now - heard < (CLOSING_SECONDS if is_closing else SILENCE_SECONDS)
 
 
 def _walk(tops: Sequence[Span], children: dict[str, list[Span]]) -> Iterator[tuple[int, Span, str]]:
@@ -123,12 +138,13 @@ _WORDS: tuple[tuple[str, Callable[[Any], str]], ...] = (
     (names.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS, lambda count: f"{count} cached"),
     (names.BLOCKS, lambda count: f"{count} block{'s' if count != 1 else ''}"),
     (names.IMAGES, lambda count: f"{count} image{'s' if count != 1 else ''}"),
+    (names.MEMORY_TOKENS, lambda count: f"{count} tokens from prefill's memory" if count else ""),
     (names.CHUNK_TOKENS, lambda count: f"{count} token{'s' if count != 1 else ''} computed"),
     (names.KV_TOKENS, lambda count: f"KV of {count} tokens"),
     (names.HANDOFF_BACKEND, lambda backend: f"by {backend}"),
-    (names.HANDOFF_BYTES, lambda num_bytes: f"{num_bytes / _MIB:.1f} MiB"),
+    (names.HANDOFF_BYTES, in_words),
     (names.GEN_AI_USAGE_OUTPUT_TOKENS, lambda count: f"{count} out"),
-    (names.GEN_AI_RESPONSE_FINISH_REASONS, ", ".join),
+    (names.GEN_AI_RESPONSE_FINISH_REASONS, lambda reasons: ", ".join(each for each in reasons if each != "none")),
 )  # fmt: skip
 
 
@@ -138,10 +154,15 @@ def _notes(span: Span) -> Iterator[str]:
         if name in span.attributes:
             try:
                 note = words(span.attributes[name])
-            except TypeError:  # of another kind than ours: whoever sent it is none of our services
+            except (TypeError, ValueError):  # of another kind than ours: whoever sent it is none of our services
                 continue
-            if note:
+            if note and not (name == names.ERROR_TYPE and note == _status_text(span)):
                 yield note
+
+
+def _status_text(span: Span) -> str:
+    """Return the HTTP status that stands beside the error, which repeats it."""
+    return str(span.attributes.get(names.HTTP_RESPONSE_STATUS_CODE, ""))
 
 
 def _text(value: Value | None) -> str:

@@ -1,6 +1,7 @@
 """Which address of the console shows what?"""
 
 import json
+import time
 from dataclasses import asdict
 from http import HTTPStatus
 from typing import Any
@@ -35,9 +36,9 @@ class Site:
             case "/request":
                 return self._request(wanted)
             case "/api/requests":
-                return _json([_brief(journey) for journey in newest(self._store.newest(), ON_PAGE)])
+                return _json([_brief(journey) for journey in self._newest()])
             case "/api/request":
-                journey = find(self._store.newest(), wanted)
+                journey = self._find(wanted)
                 return _json(asdict(journey)) if journey is not None else _json(self._unknown(wanted), is_found=False)
             case "/healthz":
                 return _json({"ready": True, "stage": "ready", **self._figures()})
@@ -46,16 +47,22 @@ class Site:
         )
 
     async def _front(self, *, is_live: bool) -> Reply:
-        journeys = newest(self._store.newest(), ON_PAGE)
+        journeys = self._newest()
         view = await self._watch.look()
         live_seconds = LIVE_SECONDS if is_live else 0
         return _page(pages.front(view, journeys, self._figures(), live_seconds=live_seconds))
 
     def _request(self, wanted: str) -> Reply:
-        journey = find(self._store.newest(), wanted)
+        journey = self._find(wanted)
         if journey is None:
             return _page(pages.missing(self._unknown(wanted)["error"]), HTTPStatus.NOT_FOUND)
         return _page(pages.request(journey))
+
+    def _newest(self) -> list[Journey]:
+        return newest(self._store.newest(), ON_PAGE, now=time.time())
+
+    def _find(self, wanted: str) -> Journey | None:
+        return find(self._store.newest(), wanted, now=time.time())
 
     def _figures(self) -> dict[str, int]:
         return asdict(self._counts) | {

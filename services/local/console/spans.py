@@ -17,11 +17,11 @@ SHOWN_ID = "fathom.shown_id"
 """The request id that the caller reads, where it is not ours."""
 KEPT = frozenset({
     names.REQUEST_ID, SHOWN_ID, names.REPLICA, names.BLOCKS, names.IMAGES, names.BATCH_SEQUENCES, names.CHUNK_TOKENS,
-    names.KV_TOKENS, names.HANDOFF_BACKEND, names.HANDOFF_BYTES, names.HTTP_ROUTE, names.HTTP_RESPONSE_STATUS_CODE,
-    names.ERROR_TYPE, names.GEN_AI_OPERATION_NAME, names.GEN_AI_REQUEST_MODEL, names.GEN_AI_REQUEST_STREAM,
-    names.GEN_AI_REQUEST_CHOICE_COUNT, names.GEN_AI_RESPONSE_ID, names.GEN_AI_RESPONSE_FINISH_REASONS,
-    names.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK, names.GEN_AI_USAGE_INPUT_TOKENS, names.GEN_AI_USAGE_OUTPUT_TOKENS,
-    names.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS,
+    names.KV_TOKENS, names.MEMORY_TOKENS, names.HANDOFF_BACKEND, names.HANDOFF_BYTES, names.HTTP_ROUTE,
+    names.HTTP_RESPONSE_STATUS_CODE, names.ERROR_TYPE, names.GEN_AI_OPERATION_NAME, names.GEN_AI_REQUEST_MODEL,
+    names.GEN_AI_REQUEST_STREAM, names.GEN_AI_REQUEST_CHOICE_COUNT, names.GEN_AI_RESPONSE_ID,
+    names.GEN_AI_RESPONSE_FINISH_REASONS, names.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK, names.GEN_AI_USAGE_INPUT_TOKENS,
+    names.GEN_AI_USAGE_OUTPUT_TOKENS, names.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS,
 })  # fmt: skip
 """Whatever else a service may say of a request stays out: no prompt text and no token id can get in here."""
 MAX_TEXT = 200

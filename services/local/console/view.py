@@ -13,6 +13,7 @@ import psutil
 
 from services.local import state
 from services.local.health import Health, ask_all
+from services.local.plan import CONSOLE
 from services.local.state import SuiteState
 
 FRESH_SECONDS = 1.0
@@ -41,7 +42,7 @@ class Process:
     restarts: int
     resident_bytes: int | None
     metrics_url: str
-    """Empty for NATS."""
+    """Empty for NATS and the console."""
     gauges: Mapping[str, float]
     """What it says of its load, by metric name."""
 
@@ -77,7 +78,8 @@ class Watch:
 async def _look(suite: SuiteState) -> View:
     async with httpx.AsyncClient(timeout=ASK_SECONDS, trust_env=False, verify=_NO_TLS) as client:
         health, gauges = await asyncio.gather(
-            ask_all(suite), asyncio.gather(*(_gauges(client, _metrics_url(each)) for each in suite.processes))
+            ask_all(suite, and_console=True),
+            asyncio.gather(*(_gauges(client, _metrics_url(each)) for each in suite.everyone)),
         )
     return View(suite.url, Path(suite.model).name, _processes(health, gauges))
 
@@ -108,7 +110,8 @@ def _process(one: Health, gauges: Mapping[str, float]) -> Process:
 
 
 def _metrics_url(process: state.ProcessState) -> str:
-    return process.health_url.replace("/healthz", "/metrics")
+    """Return where a process shows its metrics; empty for those that have none."""
+    return process.health_url.replace("/healthz", "/metrics") if process.service != CONSOLE else ""
 
 
 async def _gauges(client: httpx.AsyncClient, url: str) -> dict[str, float]:

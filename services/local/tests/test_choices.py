@@ -31,7 +31,8 @@ def test_what_holds_the_suite_together_cannot_be_set(service: str, field: str) -
         ({"settings": (("decode", "max_batch", "many"),)}, r"--set decode.max_batch=many: .*integer"),
         ({"settings": (("kvstore", "max_bytes", "1"),)}, r"--set kvstore.max_bytes=1: .*1048576"),
         ({"kv_bytes": 1}, r"--kv-bytes \(1 bytes\): at least 1M$"),
-        ({"otlp_endpoint": "collector:4317"}, r"--otlp-endpoint collector:4317: "),
+        ({"otlp_endpoint": "host:4317"}, r"--otlp-endpoint host:4317: no address .* for example http://127.0.0.1:4317"),
+        ({"kv_url": "/srv/kv"}, r"--kv-url /srv/kv: no object store: write file:///FOLDER or s3://BUCKET/PREFIX, .*"),
     ],
 )
 def test_a_refusal_names_the_option_and_what_is_allowed(options, expected: str) -> None:

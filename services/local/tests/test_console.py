@@ -1,6 +1,8 @@
 """Does a person read the right thing?"""
 
 import json
+import os
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ from typer.testing import CliRunner
 
 from services.local import state
 from services.local.commands import app, setting, size
+from services.local.guide import IN_ORDER
 from services.local.health import Health
 from services.local.home import Home
 from services.local.logs import Tail, follow, merged
@@ -46,6 +49,27 @@ def test_help_names_every_command() -> None:
 
     for word in ("up", "down", "status", "logs", "chat", "trace", "pull", ".fathom", "fathom up --detach"):
         assert word in text
+    listed = re.findall(r"^│ ([a-z-]+) ", text, re.MULTILINE)
+    assert ["up", "chat", "status", "logs", "trace", "down", "pull"] == [name for name in listed if name in IN_ORDER][
+        :7
+    ]
+
+
+def test_status_shows_the_console_and_waits_for_it_with_nobody(tmp_path: Path, monkeypatch) -> None:
+    """One row for each process that `up` shows and `down` stops; ready are those that serve."""
+    monkeypatch.chdir(tmp_path)
+    home = Home.of(tmp_path)
+    home.prepare()
+    console = health("console").process.model_copy(
+        update={"identity": None, "health_url": "http://127.0.0.1:1/healthz"}
+    )
+    me = state.Identity.of(os.getpid())
+    state.write(home.state, state.SuiteState(supervisor=me, url="http://127.0.0.1:1", model="m", console=console))
+    shown = CliRunner().invoke(app, ["status"])
+
+    assert 0 == shown.exit_code
+    assert ["console", "console", "-"] == shown.output.splitlines()[1].split()[:3]
+    assert "1 processes, 0 ready" in shown.output
 
 
 @pytest.mark.parametrize("command", [["status"], ["chat", "hello"]])
@@ -235,9 +259,37 @@ def test_logs_of_one_service_are_those_of_its_replicas(tmp_path: Path) -> None:
     for name in ("prefill-0", "prefill_lb", "decode-0"):
         home.log(name).write_text(f"{name} speaks\n")
 
-    assert ["prefill-0 | prefill-0 speaks"] == list(follow(home, "prefill", num_lines=9, forever=False))
-    assert 3 == len(list(follow(home, None, num_lines=9, forever=False)))
-    assert [] == list(follow(home, None, num_lines=0, forever=False))
+    assert ["prefill-0 | prefill-0 speaks"] == list(follow(home, "prefill", num_lines=9))
+    assert 3 == len(list(follow(home, None, num_lines=9)))
+    assert [] == list(follow(home, None, num_lines=0))
+
+
+def test_logs_of_a_suite_that_ended_are_shown_and_end(tmp_path: Path, monkeypatch) -> None:
+    """Nobody waits for what nobody will write."""
+    monkeypatch.chdir(tmp_path)
+    home = Home.of(tmp_path)
+    home.prepare()
+    home.log("decode-0").write_text("last words\n")
+    shown = CliRunner().invoke(app, ["logs", "-f"])
+
+    assert (0, "decode-0 | last words\n") == (shown.exit_code, shown.stdout)
+    assert "that is all that was written" in shown.stderr
+
+
+def test_logs_are_followed_until_the_end_and_to_the_last_line(tmp_path: Path) -> None:
+    """What was written just before the suite ended is not lost."""
+    home = Home.of(tmp_path)
+    home.prepare()
+    log = home.log("decode-0")
+    log.write_text("one\n")
+
+    def is_written() -> bool:
+        with log.open("a") as file:
+            file.write("more\n")
+        return log.read_text().count("more") < 2
+
+    lines = list(follow(home, None, num_lines=9, is_written=is_written))
+    assert ["decode-0 | one", "decode-0 | more", "decode-0 | more"] == lines
 
 
 def test_refused_settings_are_told_without_the_table_of_all_settings(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from services.local.console.spans import SHOWN_ID
 from services.local.console.traces import TraceStore
 from services.local.console.view import Process, View, Watch, read_gauges
 from services.local.console.web import read_head
-from services.local.tests.span_makers import edge, whole_request
+from services.local.tests.span_makers import NOON, edge, whole_request
 
 ATTACK = "\"'><script>alert(1)</script><img src=x onerror=alert(2)>&amp;"
 FIGURES = asdict(Counts()) | dict.fromkeys(
@@ -61,9 +61,11 @@ def test_the_first_page_shows_every_service_and_its_load() -> None:
     processes = [process(service) for service in SERVICES] + [
         process("nats", is_ready=False, stage="starting", gauges=gauges)
     ]
-    page = Reader(pages.front(view(*processes[:-1], replace(processes[-1])), newest([whole_request()], 20), FIGURES))
+    page = Reader(
+        pages.front(view(*processes[:-1], replace(processes[-1])), newest([whole_request()], 20, now=NOON), FIGURES)
+    )
 
-    for word in (*SERVICES, "starting", "1 min", "66 MiB", "12 of 363", "2.00 of", "request-one", "200 stop"):
+    for word in (*SERVICES, "starting", "1 min", "66 MiB", "12 of 363", "2.0 GiB of", "request-one", "200 stop"):
         assert word in page.text
     assert len(SERVICES) + 1 == len(
         [1 for tag, at in page.tags if tag == "a" and at["href"] == "http://127.0.0.1:1/metrics"]
@@ -72,7 +74,7 @@ def test_the_first_page_shows_every_service_and_its_load() -> None:
 
 def test_the_page_of_a_request_names_every_service_and_numbers_the_way() -> None:
     """As text in the map too, for those who cannot see it."""
-    page = Reader(pages.request(newest([whole_request()], 1)[0]))
+    page = Reader(pages.request(newest([whole_request()], 1, now=NOON)[0]))
     (label,) = [at["aria-label"] for tag, at in page.tags if tag == "svg" and at.get("class") == "map"]
 
     assert set(SERVICES) == PLACES.keys()
@@ -85,9 +87,9 @@ def test_the_page_of_a_request_names_every_service_and_numbers_the_way() -> None
 
 def test_what_callers_write_stays_text() -> None:
     """Request ids, models and span names come from outside: not a tag, an attribute or a link more than without them."""
-    evil = newest([[edge()]], 1)[0]
+    evil = newest([[edge()]], 1, now=NOON)[0]
     row = replace(evil.rows[0], service=ATTACK, name=ATTACK, notes=(ATTACK,))
-    harmless = newest([[edge(attributes={SHOWN_ID: "x"})]], 1)[0]
+    harmless = newest([[edge(attributes={SHOWN_ID: "x"})]], 1, now=NOON)[0]
     evil = replace(
         evil, id=ATTACK, model=ATTACK, operation=ATTACK, also=(ATTACK,), path=((ATTACK, ATTACK),), rows=(row,)
     )
@@ -107,7 +109,7 @@ def test_what_callers_write_stays_text() -> None:
 @pytest.mark.parametrize("name", ["front", "request"])
 def test_a_page_needs_nothing_from_outside_and_no_script(name: str) -> None:
     """The policy allows one style, by its hash, and this page has no other; it works offline."""
-    journey = newest([whole_request()], 1)[0]
+    journey = newest([whole_request()], 1, now=NOON)[0]
     text = pages.request(journey) if name == "request" else pages.front(view(process("recipe")), [journey], FIGURES)
     page = Reader(text)
 
@@ -123,7 +125,7 @@ def test_a_page_needs_nothing_from_outside_and_no_script(name: str) -> None:
 
 def test_the_page_can_be_read_and_walked_by_everybody() -> None:
     """A language, a skip link, headed columns, labelled regions that scroll by keyboard, no reload unless asked for."""
-    journey = newest([whole_request()], 1)[0]
+    journey = newest([whole_request()], 1, now=NOON)[0]
     for text in (pages.request(journey), pages.front(view(process("recipe")), [journey], FIGURES)):
         page = Reader(text)
         assert ("html", {"lang": "en"}) in page.tags

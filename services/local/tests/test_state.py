@@ -92,6 +92,7 @@ def test_the_console_is_ended_with_the_suite(tmp_path: Path, sleeper) -> None:
     written = suite(state.Identity.of(os.getpid())).model_copy(update={"console": console})
 
     assert console.identity in written.left_running()
+    assert (*written.processes, console) == written.everyone
     assert "http://h:1" == written.console_url
     assert "" == suite(state.Identity.of(os.getpid())).console_url
 

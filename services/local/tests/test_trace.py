@@ -10,18 +10,19 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from services.chassis import names
 from services.chassis.testing import free_port
 from services.local import state
 from services.local import trace as trace_command
 from services.local.commands import app
 from services.local.console.collector import Counts
-from services.local.console.requests import newest
+from services.local.console.requests import find, newest
 from services.local.console.site import Site
 from services.local.console.traces import TraceStore
 from services.local.console.view import Watch
 from services.local.console.web import WebServer
 from services.local.home import Home
-from services.local.tests.span_makers import edge, whole_request
+from services.local.tests.span_makers import NOON, edge, span, whole_request
 from services.local.trace_text import bar, journey_lines, list_lines
 
 
@@ -43,7 +44,7 @@ def test_a_bar_stands_where_its_span_was(start: float, seconds: float, expected:
 
 def test_a_request_is_drawn_with_totals_services_and_a_line_a_span() -> None:
     """Children are indented below their parents; the bars stand on one axis."""
-    journey = newest([whole_request()], 1)[0]
+    journey = newest([whole_request()], 1, now=NOON)[0]
     lines = journey_lines(journey, columns=140)
 
     assert "request request-one  chat  m  200 stop" == lines[0]
@@ -59,21 +60,53 @@ def test_a_request_is_drawn_with_totals_services_and_a_line_a_span() -> None:
     assert max(len(line) for line in lines) <= 140
 
 
-def test_a_narrow_terminal_still_gets_bars() -> None:
-    """They shrink to a least width and no further."""
-    drawn = journey_lines(newest([whole_request()], 1)[0], columns=20)[5:]
+@pytest.mark.parametrize("columns", [80, 100, 200])
+def test_a_drawing_fits_the_terminal(columns: int) -> None:
+    """Notes that have no room beside the bars stand below their span; bars shrink to a least width and no further."""
+    notes = {names.KV_TOKENS: 10_000, names.HANDOFF_BACKEND: "shm", names.HANDOFF_BYTES: 3_000_000}
+    deep = [span(20 + n, "entrypoint", f"fathom.v1.Service{n}/Call", 19 + n) for n in range(9)]
+    spans = [*whole_request(), span(19, "prefill", "handoff", 6, attributes=notes), *deep]
+    journey = newest([spans], 1, now=NOON)[0]
+    lines = journey_lines(journey, columns=columns)
+    at = next(number for number, line in enumerate(lines) if "handoff" in line)
 
-    assert 16 * "█" in drawn[0]
+    assert any(16 * "█" in line for line in lines)
+    assert "KV of 10000 tokens, by shm, 2.9 MiB" in " ".join(" ".join(lines[at : at + 3]).split())
+    assert max(map(len, lines)) <= columns
+
+
+def test_a_running_request_shows_the_time_so_far() -> None:
+    """Its tokens are not known yet, and are not said to be none."""
+    journey = newest([[span(2, "prefill_lb", "fathom.v1.PrefillLb/Pick", 1, takes=0.5)]], 1, now=NOON + 3)[0]
+
+    assert ["running for 3000 ms so far"] == [line for line in journey_lines(journey, columns=80) if "so far" in line]
+    assert "0 prompt tokens" not in "".join(journey_lines(journey, columns=80))
 
 
 def test_the_list_has_a_line_a_request() -> None:
     """Id, time, model, tokens, TTFT, total and end."""
-    lines = list_lines(newest([whole_request(), [edge(request_id="other", trace_id="cd" * 16)]], 20))
+    lines = list_lines(
+        newest([whole_request(), [edge(request_id="other", trace_id="cd" * 16)]], 20, now=NOON), columns=None
+    )
 
     assert {"request-one", "other"} == {line.split()[0] for line in lines[1:3]}
     assert "300     256    7      250      2000  200 stop" in lines[1]
     assert "fathom trace REQUEST" in lines[-1]
-    assert "fathom chat" in list_lines([])[0]
+    assert "fathom chat" in list_lines([], columns=80)[0]
+
+
+def test_the_list_fits_the_terminal_and_its_ids_still_name_their_requests() -> None:
+    """Models are cut first, with a mark; ids to letters that tell them apart, with none, for they are pasted."""
+    ids = [f"{n:x}" * 36 for n in range(3)]
+    model = {names.GEN_AI_REQUEST_MODEL: "a-model-with-a-long-name"}
+    traces = [[edge(request_id=one, trace_id=f"{n:032x}", attributes=model)] for n, one in enumerate(ids, 1)]
+    journeys = newest(traces, 20, now=NOON)
+
+    lines = list_lines(journeys, columns=80)
+    assert max(map(len, lines)) <= 80
+    assert "a-mod…" in lines[1]
+    assert all(find(traces, line.split()[0], now=NOON) for line in lines[1:4])
+    assert all(one in "".join(list_lines(journeys, columns=None)) for one in ids)
 
 
 def record(folder: Path, console_url: str) -> None:

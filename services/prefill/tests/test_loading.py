@@ -6,9 +6,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from proto.common_pb2 import RETENTION_CLASS_AGENT, RETENTION_CLASS_CHAT
+from services.chassis import telemetry
 from services.chassis.channel import open_channel
 from services.chassis.kvstore_client import Stores
 from services.chassis.kvstore_writer import Origin
+from services.chassis.testing import OtlpReceiver
 from services.chassis.tests.memory_kvstore import memory_kvstore
 from services.prefill.loading import allowed_seconds, pending_seconds, recompute_seconds
 from services.prefill.metrics import PrefillMetrics
@@ -81,6 +83,19 @@ async def test_the_own_pool_comes_first(folder, filled):
         await first_of(rig, request("prompt", 5 * BLOCK + 4), 5 * BLOCK)
         filled.blocks.clear()
         assert 5 * BLOCK == (await first_of(rig, request("prompt", 5 * BLOCK + 4), 5 * BLOCK)).cached_tokens
+
+
+async def test_a_trace_tells_what_came_from_the_own_pool(folder, filled):
+    """Apart from what the store gave: of two blocks found here and three loaded, two; the next time, all five."""
+    async with OtlpReceiver() as receiver, prefill_replica(folder, kvstore=filled.stores) as rig:
+        telemetry.setup("prefill", "prefill-0", receiver.endpoint)
+        for num_tokens in (2 * BLOCK + 4, 5 * BLOCK + 4, 5 * BLOCK + 4):
+            traced = request("prompt", num_tokens, traceparent=f"00-{'ab' * 16}-{'cd' * 8}-01")
+            await first_of(rig, traced, num_tokens // BLOCK * BLOCK)
+        await asyncio.to_thread(telemetry.shutdown)
+        runs = [span for span in receiver.spans() if span.name == "prefill.run"]
+
+    assert [0, 2 * BLOCK, 5 * BLOCK] == [span.attributes["fathom.memory_tokens"] for span in runs]
 
 
 @pytest.mark.parametrize("trouble", ["missing", "damaged", "short", "away"])

@@ -1,0 +1,108 @@
+"""Is a `fathom up` still starting here, and how far has it come?
+
+Before its supervisor has written anything down, only the command itself knows: it says so in a file while it starts.
+"""
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from services.local.health import Health
+from services.local.home import Home
+from services.local.progress import Display, share
+from services.local.state import Identity
+
+WRITE_SECONDS = 0.3
+"""A download reports far more often than anybody looks."""
+NOTHING_RUNS = "nothing is running here: run fathom up"
+
+
+class Starting(BaseModel):
+    """What a start is at."""
+
+    model_config = ConfigDict(frozen=True)
+
+    command: Identity
+    """The `fathom up`."""
+    phase: str
+    done: int = 0
+    total: int = 0
+
+    @property
+    def words(self) -> str:
+        """The phase, and how much of it is done where that is known."""
+        return f"{self.phase} {share(self.done, self.total)}".rstrip()
+
+
+def read(home: Home) -> Starting | None:
+    """Return what is starting here, None when nothing is. A file that a killed command left counts as none."""
+    try:
+        begun = Starting.model_validate_json(home.starting.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValidationError):
+        return None
+    return begun if begun.command.process() is not None else None
+
+
+def reason_to_wait(home: Home) -> str:
+    """Return why nobody can be asked here, where no suite runs: what it is at, or that there is none."""
+    begun = read(home)
+    return f"fathom up is still starting here: {begun.words}" if begun is not None else NOTHING_RUNS
+
+
+@contextmanager
+def announced(home: Home, display: Display) -> Iterator[Display]:
+    """Yield a display that shows what `display` does, and lets other commands know of it until the block ends."""
+    show = _Announcing(home, display)
+    show.note("beginning")
+    try:
+        yield show
+    finally:
+        home.starting.unlink(missing_ok=True)
+
+
+class _Announcing:
+    """Writes down what a display is told."""
+
+    def __init__(self, home: Home, display: Display) -> None:
+        self._home = home
+        self._display = display
+        self._command = Identity.of(os.getpid())
+        self._phase = ""
+        self._written = float("-inf")
+
+    def __enter__(self) -> Self:
+        self._display.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._display.__exit__(kind, error, trace)
+
+    def install(self, stage: str, done: int, total: int) -> None:
+        self._display.install(stage, done, total)
+        self.note(f"preparing the model: {stage}", done, total)
+
+    def services(self, health: Sequence[Health]) -> None:
+        self._display.services(health)
+        num_ready = sum(one.ready for one in health)
+        self.note(f"starting the services, {num_ready} of {len(health)} are ready")
+
+    def say(self, line: str) -> None:
+        self._display.say(line)
+
+    def note(self, phase: str, done: int = 0, total: int = 0) -> None:
+        """Write down what the start is at; not every step of one phase."""
+        now = time.monotonic()
+        if phase == self._phase and now - self._written < WRITE_SECONDS:
+            return
+        self._phase, self._written = phase, now
+        begun = Starting(command=self._command, phase=phase, done=done, total=total)
+        draft = self._home.starting.with_name(f"{self._home.starting.name}.{os.getpid()}")
+        draft.write_text(begun.model_dump_json(), encoding="utf-8")
+        draft.replace(self._home.starting)
