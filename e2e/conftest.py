@@ -13,11 +13,13 @@ from services.chassis.testing import OtlpReceiver
 from services.local.pull import pull
 
 ROOT = Path(__file__).resolve().parents[1]
-# Files of one group run in one worker, in this order. Of those that use the shared suite, who breaks it comes last; and
-# whoever forgets all window states would take another suite's, too.
+# Files of one group run in one worker, in this order. Of those that use the shared suite, who breaks it comes last, and
+# who measures at the end of test_requests and the beginning of test_faults; and whoever forgets all window states would
+# take another suite's, too.
 TOGETHER = {
     "test_same_tokens_v41": "windows",
     "test_chat_v41": "windows",
+    "test_memory": "shared suite",  # first: it is about a suite that has done nothing yet
     "test_apis": "shared suite",
     "test_same_tokens_bf16": "shared suite",
     "test_journey": "shared suite",  # early: of many requests a second only some are traced
@@ -51,29 +53,65 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort by group and file; in a file, who measures comes late: others then keep it waiting least."""
+    """Sort by group and file. Who measures stands side by side in the files' order: the other worker is stopped once."""
     places, files = [*LONGEST_FIRST], [*TOGETHER]
 
-    def rank(item: pytest.Item) -> tuple[int, int, bool]:
+    def rank(item: pytest.Item) -> tuple[int, int]:
         stem = item.path.stem
         place = places.index(group_of(stem)) if group_of(stem) in places else len(places)
-        return place, files.index(stem) if stem in files else 0, item.get_closest_marker("alone") is not None
+        return place, files.index(stem) if stem in files else 0
 
     items.sort(key=rank)
 
 
+class Turn:
+    """Whose turn it is, of two workers: both run tests, or one runs those that measure and the other waits."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w")
+
+    def take(self, *, is_alone: bool) -> None:
+        """Wait until the other worker's test ends, if this one is to run alone; or until the other's have."""
+        fcntl.flock(self._file, fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH)
+
+    def give(self) -> None:
+        """Let the other worker go on."""
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+
+
+TURN = pytest.StashKey[Turn]()
+
+
+def turn_of(config: pytest.Config) -> Turn | None:
+    """None where there is one worker: nobody waits."""
+    if not hasattr(config, "workerinput"):
+        return None
+    if TURN not in config.stash:
+        folders: pytest.TempPathFactory = config._tmp_path_factory  # type: ignore[attr-defined]  # no public way in a hook
+        config.stash[TURN] = Turn(folders.getbasetemp().parent / "alone.lock")
+    return config.stash[TURN]
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
     """Let a test that measures wait for the other worker's test to end, and keep its next one waiting.
 
-    Outside of every timeout, and only where there are two workers. No one goes hungry: the other has an end.
+    The turn is kept from one such test to the next: to wait for one of the other's long tests each time would take
+    minutes. Outside of every timeout. No one goes hungry: tests that measure have an end.
     """
-    if not hasattr(item.config, "workerinput"):
+    turn = turn_of(item.config)
+    if turn is None:
         return (yield)
-    folders: pytest.TempPathFactory = item.config._tmp_path_factory  # type: ignore[attr-defined]  # no public way in a hook
-    with (folders.getbasetemp().parent / "alone.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
+    turn.take(is_alone=_is_alone(item))
+    try:
         return (yield)
+    finally:
+        if not (_is_alone(item) and _is_alone(nextitem)):
+            turn.give()
+
+
+def _is_alone(item: pytest.Item | None) -> bool:
+    return item is not None and item.get_closest_marker("alone") is not None
 
 
 @pytest.fixture(scope="session")
@@ -98,7 +136,8 @@ async def shared_suite(
     Its users run in the session's event loop, for the receiver does.
     """
     folder = tmp_path_factory.mktemp("shared")
+    env = {"FATHOM_PREFILL_CHUNK_TOKENS": "256"}  # half of the default: a prompt of 257 tokens goes in chunks
     async with Suite.running(
-        folder, model=model_dir, dtype="bf16", otlp_endpoint=receiver.endpoint, has_console=True
+        folder, model=model_dir, dtype="bf16", otlp_endpoint=receiver.endpoint, has_console=True, env=env
     ) as running:
         yield running

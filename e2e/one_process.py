@@ -41,7 +41,7 @@ def with_model(
 def alone(
     executor: Executor, prompts: Mapping[str, Sequence[int]], *, max_tokens: int, samplings: Sequence[Sampling] = BOTH
 ) -> Answers:
-    """Answer one prompt at a time, whole. It is computed once for all samplings: its logits know of none."""
+    """Answer one prompt at a time, whole. What samplings have in common is computed once: logits know of none."""
     params = {one.name: _params(one) for one in samplings}
     answers = {name: _alone(executor, ids, params, max_tokens) for name, ids in prompts.items()}
     return {sampling: {name: answers[name][sampling] for name in prompts} for sampling in params}
@@ -72,27 +72,37 @@ def _params(sampling: Sampling) -> SamplingParams:
 def _alone(
     executor: Executor, prompt: Sequence[int], samplings: Mapping[str, SamplingParams], max_tokens: int
 ) -> dict[str, tuple[int, ...]]:
-    """Each sampling's answer to one prompt. All begin with the window that the prompt left, where there are windows."""
+    """Each sampling's answer to one prompt."""
     table = range(1, 1 - (-(len(prompt) + max_tokens) // executor.layout.block_tokens))
     slot = int(executor.window is not None)
     if slot:
         executor.reset_window(slot)
-    whole = Row(0, prompt, 0, table, sampling=next(iter(samplings.values())), window=slot)
-    step = executor.launch(Batch((whole,)))
-    drawn = {
-        # A GPU has drawn for the first sampling already: each is drawn for anew, from the same logits.
-        name: executor.collect(replace(step, batch=Batch((replace(whole, sampling=sampling),)), draws=None))[0].token_id
-        for name, sampling in samplings.items()
-    }
-    window = executor.read_window(slot) if slot else b""
-    answers = {}
-    for name, sampling in samplings.items():
-        if slot:
-            executor.write_window(slot, window)
-        tokens = [*prompt, drawn[name]]
-        while (end := len(tokens) - 1) < len(prompt) + max_tokens - 1:
-            preceding = tokens[max(end - executor.preceding_tokens, 0) : end]
-            newest = Row(0, tokens[end:], end, table, sampling=sampling, window=slot, preceding=preceding)
-            tokens.append(executor.collect(executor.launch(Batch((newest,))))[0].token_id)
-        answers[name] = tuple(tokens[len(prompt) :])
+    return _answers(executor, Row(0, prompt, 0, table, window=slot), tuple(prompt), samplings, max_tokens)
+
+
+def _answers(
+    executor: Executor, newest: Row, tokens: tuple[int, ...], samplings: Mapping[str, SamplingParams], num_tokens: int
+) -> dict[str, tuple[int, ...]]:
+    """How `tokens` go on, of which `newest` are still to be computed. Samplings part where they draw different tokens."""
+    step = executor.launch(Batch((replace(newest, sampling=next(iter(samplings.values()))),)))
+
+    def draw(sampling: SamplingParams) -> int:
+        # A GPU has drawn for one sampling already: each is drawn for anew, from the same logits.
+        again = replace(step, batch=Batch((replace(newest, sampling=sampling),)), draws=None)
+        return executor.collect(again)[0].token_id
+
+    drawn = {name: draw(sampling) for name, sampling in samplings.items()}
+    if num_tokens == 1:
+        return {name: (token,) for name, token in drawn.items()}
+    window = executor.read_window(newest.window) if newest.window else b""
+    answers: dict[str, tuple[int, ...]] = {}
+    for token in set(drawn.values()):
+        if window:
+            executor.write_window(newest.window, window)
+        # What another token's sampling left at this position and after it is written over, in order.
+        preceding = tokens[max(len(tokens) - executor.preceding_tokens, 0) :]
+        following = replace(newest, token_ids=(token,), position=len(tokens), preceding=preceding)
+        those = {name: sampling for name, sampling in samplings.items() if drawn[name] == token}
+        rest = _answers(executor, following, (*tokens, token), those, num_tokens - 1)
+        answers |= {name: (token, *rest[name]) for name in those}
     return answers

@@ -76,7 +76,7 @@ def prompts(model_dir: Path) -> list[Prompt]:
 
 def bf16_prompts(model_dir: Path) -> list[Prompt]:
     """Give the six of them that the bf16 runs use."""
-    names = ("short-question", "emoji", "chat-multi-turn", "length-128", "length-257", "length-385")
+    names = ("short-question", "emoji", "chat-multi-turn", "length-128", "length-129", "length-257")
     return [p for p in prompts(model_dir) if p.name in names]
 
 

@@ -55,6 +55,59 @@ async def until_served(client: httpx.AsyncClient, seconds: float = 60.0) -> None
             return
 
 
+async def lose(
+    suite: Suite, client: httpx.AsyncClient, replica: str, body: dict[str, Any]
+) -> tuple[int, list[str], float]:
+    """Stream a request and kill the replica under it; return status, lines, and seconds from the kill to the end."""
+    killed_at = 0.0
+
+    async def kill() -> None:
+        nonlocal killed_at
+        await suite.kill(replica)
+        killed_at = time.monotonic()
+
+    async def kill_early() -> None:
+        while not any(load.used_blocks or load.queued_sequences for load in await suite.prefill_loads()):  # noqa: ASYNC110 - asked
+            await asyncio.sleep(0.02)
+        await kill()
+
+    # While the prompt is computed, however fast: the status line has not been sent yet.
+    early = asyncio.create_task(kill_early()) if replica == "prefill-0" else None
+    lines: list[str] = []
+    async with asyncio.timeout(120), client.stream("POST", "/v1/completions", json=body) as reply:
+        async for line in reply.aiter_lines():
+            lines += [line] if line else []
+            if replica == "decode-0" and len(lines) == 3:
+                await kill()
+    if early is not None:
+        await early
+    return reply.status_code, lines, time.monotonic() - killed_at
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize(("replica", "status"), [("prefill-0", 503), ("decode-0", 200)])
+async def test_a_lost_replica_is_an_error_within_two_seconds(suite, client, replica, status):
+    """Killed under a request: 503 before headers, an error event and no [DONE] after; then 503 at once; then it heals."""
+    body = {
+        "model": await model_name(client),
+        "prompt": fresh_ids(2000 if replica == "prefill-0" else 300),
+        "max_tokens": 500,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    got, lines, seconds = await lose(suite, client, replica, body)
+    assert (status, True) == (got, seconds < SOON_SECONDS)
+    assert '"error"' in lines[-1]
+    assert "data: [DONE]" not in lines
+
+    begun = time.monotonic()
+    refused = await client.post("/v1/completions", json=body | {"stream": False, "max_tokens": 2, "prompt": [5]})
+    assert 503 == refused.status_code
+    assert int(refused.headers["retry-after"]) >= 1
+    assert SOON_SECONDS > time.monotonic() - begun
+    await until_served(client)
+
+
 def records(suite: Suite) -> dict[bytes, tuple[Path, int]]:
     """Return the file and the middle of the payload of every block on the disk of the store, by block key."""
     folder = Path(suite.folder, ".fathom", "kv")
@@ -110,8 +163,7 @@ async def stored(shared_suite, kept_ids, damaged_ids):
         known |= await new_records(shared_suite, known, 2)
         damaged = await complete(client, damaged_ids, max_tokens=6)
         places = (await new_records(shared_suite, known, 2)).values()
-        await shared_suite.restart("kvstore-0", signal.SIGKILL)
-        await shared_suite.restart("prefill-0")
+        await asyncio.gather(shared_suite.restart("kvstore-0", signal.SIGKILL), shared_suite.restart("prefill-0"))
         await until_served(client)
     return kept, damaged, places
 
@@ -145,59 +197,6 @@ def flip_byte(path: Path, offset: int) -> None:
         file.write(bytes([byte ^ 0x5A]))
 
 
-async def lose(
-    suite: Suite, client: httpx.AsyncClient, replica: str, body: dict[str, Any]
-) -> tuple[int, list[str], float]:
-    """Stream a request and kill the replica under it; return status, lines, and seconds from the kill to the end."""
-    killed_at = 0.0
-
-    async def kill() -> None:
-        nonlocal killed_at
-        await suite.kill(replica)
-        killed_at = time.monotonic()
-
-    async def kill_early() -> None:
-        while not any(load.used_blocks or load.queued_sequences for load in await suite.prefill_loads()):  # noqa: ASYNC110 - asked
-            await asyncio.sleep(0.02)
-        await kill()
-
-    # While the prompt is computed, however fast: the status line has not been sent yet.
-    early = asyncio.create_task(kill_early()) if replica == "prefill-0" else None
-    lines: list[str] = []
-    async with asyncio.timeout(120), client.stream("POST", "/v1/completions", json=body) as reply:
-        async for line in reply.aiter_lines():
-            lines += [line] if line else []
-            if replica == "decode-0" and len(lines) == 3:
-                await kill()
-    if early is not None:
-        await early
-    return reply.status_code, lines, time.monotonic() - killed_at
-
-
-@pytest.mark.alone
-@pytest.mark.parametrize(("replica", "status"), [("prefill-0", 503), ("decode-0", 200)])
-async def test_a_lost_replica_is_an_error_within_two_seconds(suite, client, replica, status):
-    """Killed under a request: 503 before headers, an error event and no [DONE] after; then 503 at once; then it heals."""
-    body = {
-        "model": await model_name(client),
-        "prompt": fresh_ids(2000 if replica == "prefill-0" else 300),
-        "max_tokens": 500,
-        "ignore_eos": True,
-        "stream": True,
-    }
-    got, lines, seconds = await lose(suite, client, replica, body)
-    assert (status, True) == (got, seconds < SOON_SECONDS)
-    assert '"error"' in lines[-1]
-    assert "data: [DONE]" not in lines
-
-    begun = time.monotonic()
-    refused = await client.post("/v1/completions", json=body | {"stream": False, "max_tokens": 2, "prompt": [5]})
-    assert 503 == refused.status_code
-    assert int(refused.headers["retry-after"]) >= 1
-    assert SOON_SECONDS > time.monotonic() - begun
-    await until_served(client)
-
-
 async def test_nats_killed_and_restarted_under_load(suite, client):
     """Requests keep working from the last known replicas; the registry heals."""
     stop = asyncio.Event()
@@ -218,10 +217,10 @@ async def test_nats_killed_and_restarted_under_load(suite, client):
     await asyncio.sleep(1)
     at_kill = served
     give_up = time.monotonic() + 6.5  # longer than the registry's TTL of 5 s
-    while time.monotonic() < give_up:  # the launcher starts it again: keep it down
+    while time.monotonic() < give_up:  # the launcher starts it again: keep it down, before anybody is heard through it
         with contextlib.suppress(AssertionError):
             await suite.kill("nats-0")
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.02)
     stop.set()
     await asyncio.gather(*workers)
 
@@ -232,7 +231,6 @@ async def test_nats_killed_and_restarted_under_load(suite, client):
     await until_served(client)
 
 
-@pytest.mark.alone
 async def test_a_killed_supervisor_takes_everything_with_it(suite):
     """kill -9 leaves no orphan and no shared memory, and the console knows that nothing runs any more."""
     running, shared = suite.recorded().left_running(), suite.shared_memory("decode-0")

@@ -56,41 +56,6 @@ async def test_the_streams_final_usage_says_the_same(client):
         assert hit == usage["prompt_tokens_details"]["cached_tokens"]
 
 
-async def idle_within(suite: Suite, seconds: float) -> list[str]:
-    """Name the replicas that still hold blocks when the time is over; empty when all are idle."""
-    deadline = asyncio.get_running_loop().time() + seconds
-    while True:
-        busy = [f"prefill {load}" for load in await suite.prefill_loads() if load.used_blocks or load.running_sequences]
-        busy += [f"decode {load}" for load in await suite.decode_loads() if load.used_blocks or load.running_sequences]
-        if not busy or asyncio.get_running_loop().time() > deadline:
-            return busy
-        await asyncio.sleep(0.05)
-
-
-@pytest.mark.alone
-@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-@pytest.mark.parametrize("seconds", [0.02, 0.3, 1.0, 3.0], ids=["at-once", "prefill", "around-first-token", "decode"])
-async def test_a_client_that_goes_away_leaves_nothing(client, suite, stream, seconds):
-    """Disconnect at any phase: prefill and decode free all blocks within two seconds."""
-    body = {
-        "model": await model_name(client),
-        "prompt": fresh_ids(700),
-        "max_tokens": 4000,  # not done in three seconds on any machine
-        "ignore_eos": True,
-        "stream": stream,
-    }
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(seconds):
-            if stream:
-                async for _ in stream_events(client, "/v1/completions", body):
-                    pass
-            else:
-                await client.post("/v1/completions", json=body)
-
-    # One chunk may be computing: the engine drops the request at the step's end. Two seconds, or six on a slow machine.
-    assert [] == await idle_within(suite, 6.0)
-
-
 BAD = [
     ("chat", {"messages": []}, 400, "messages", None),
     ("chat", {"messages": [{"role": "user", "content": None}]}, 400, "messages", None),
@@ -147,17 +112,6 @@ async def test_what_is_not_there_says_so(client, path):
 
     assert 404 == reply.status_code
     assert reply.json()["error"]["message"]
-
-
-@pytest.mark.alone  # so that it comes after the others
-async def test_the_suite_answers_after_all_that(client, suite):
-    """Bad input and hasty clients killed nothing."""
-    body = {"model": await model_name(client), "messages": [{"role": "user", "content": "Say hi."}], "max_tokens": 4}
-    reply = await client.post("/v1/chat/completions", json=body)
-
-    assert 200 == reply.status_code
-    assert reply.json()["choices"][0]["message"]["content"]
-    assert set() == {name for name, row in suite.state().items() if row.restarts}
 
 
 async def test_chat_streams_the_text_it_returns_whole(client):
@@ -229,3 +183,49 @@ async def test_one_trace_shows_the_whole_journey(client, receiver):
                 chain,
             )
     assert json.dumps(sorted({s.service for s in spans.values()}))
+
+
+async def idle_within(suite: Suite, seconds: float) -> list[str]:
+    """Name the replicas that still hold blocks when the time is over; empty when all are idle."""
+    deadline = asyncio.get_running_loop().time() + seconds
+    while True:
+        busy = [f"prefill {load}" for load in await suite.prefill_loads() if load.used_blocks or load.running_sequences]
+        busy += [f"decode {load}" for load in await suite.decode_loads() if load.used_blocks or load.running_sequences]
+        if not busy or asyncio.get_running_loop().time() > deadline:
+            return busy
+        await asyncio.sleep(0.05)
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+@pytest.mark.parametrize("seconds", [0.02, 0.3, 1.0, 3.0], ids=["at-once", "prefill", "around-first-token", "decode"])
+async def test_a_client_that_goes_away_leaves_nothing(client, suite, stream, seconds):
+    """Disconnect at any phase: prefill and decode free all blocks within two seconds."""
+    body = {
+        "model": await model_name(client),
+        "prompt": fresh_ids(700),
+        "max_tokens": 4000,  # not done in three seconds on any machine
+        "ignore_eos": True,
+        "stream": stream,
+    }
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(seconds):
+            if stream:
+                async for _ in stream_events(client, "/v1/completions", body):
+                    pass
+            else:
+                await client.post("/v1/completions", json=body)
+
+    # One chunk may be computing: the engine drops the request at the step's end. Two seconds, or six on a slow machine.
+    assert [] == await idle_within(suite, 6.0)
+
+
+@pytest.mark.alone  # the tests around it are: between them nobody else begins
+async def test_the_suite_answers_after_all_that(client, suite):
+    """Bad input and hasty clients killed nothing."""
+    body = {"model": await model_name(client), "messages": [{"role": "user", "content": "Say hi."}], "max_tokens": 4}
+    reply = await client.post("/v1/chat/completions", json=body)
+
+    assert 200 == reply.status_code
+    assert reply.json()["choices"][0]["message"]["content"]
+    assert set() == {name for name, row in suite.state().items() if row.restarts}

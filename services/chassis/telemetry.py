@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import structlog
 from opentelemetry import context as otel_context
 from opentelemetry import trace
 from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
 from services.chassis import names
+from services.chassis.plain_structlog import structlog
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider

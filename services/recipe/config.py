@@ -46,7 +46,7 @@ class RecipeSettings(ServiceSettings):
     @classmethod
     def _is_a_state_url(cls, value: SecretStr) -> SecretStr:
         if value.get_secret_value():
-            # Late: the database library is 18 MB of memory, and a recipe without state does without.
+            # Late: the database library is 14 MB of memory, and a recipe without state does without.
             from services.recipe.response_store_link import read_state_url
 
             read_state_url(value.get_secret_value())

@@ -9,8 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 import orjson
-from sqlalchemy import CTE, ColumnElement, Select, and_, delete, func, insert, literal, select, update
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import CTE, ColumnElement, Connection, Select, and_, delete, func, insert, literal, select, update
 
 from services.chassis import telemetry
 from services.chassis.errors import InternalError, as_fathom_error
@@ -96,12 +95,12 @@ class ResponseStore(ConversationStore):
             "body": body,
         }
 
-        async def work(connection: AsyncConnection) -> None:
+        def work(connection: Connection) -> None:
             if response.previous_response_id:
-                await self._renew(connection, response.tenant, response.previous_response_id)
-            await self._room.make(connection, response.tenant, new_bytes=len(body) + body_bytes(rows))
-            await connection.execute(insert(RESPONSES).values(values))
-            await insert_rows(connection, INPUT_ITEMS, rows)
+                self._renew(connection, response.tenant, response.previous_response_id)
+            self._room.make(connection, response.tenant, new_bytes=len(body) + body_bytes(rows))
+            connection.execute(insert(RESPONSES).values(values))
+            insert_rows(connection, INPUT_ITEMS, rows)
 
         await self._link.write(work)
 
@@ -122,8 +121,8 @@ class ResponseStore(ConversationStore):
         )
 
     async def delete(self, tenant: str, response_id: str) -> bool:
-        async def work(connection: AsyncConnection) -> bool:
-            return (await connection.execute(delete(RESPONSES).where(_is(tenant, response_id)))).rowcount == 1
+        def work(connection: Connection) -> bool:
+            return connection.execute(delete(RESPONSES).where(_is(tenant, response_id))).rowcount == 1
 
         return await self._link.write(work)
 
@@ -132,11 +131,11 @@ class ResponseStore(ConversationStore):
         is_there = and_(RESPONSES.c.tenant == tenant, RESPONSES.c.expires_at > Now())
         query = select(*_COLUMNS, is_there.label("is_there")).join(line, line.c.id == RESPONSES.c.id)
 
-        async def work(connection: AsyncConnection) -> Sequence[StoredResponse] | None:
-            rows = (await connection.execute(query.order_by(line.c.depth.desc()))).all()
+        def work(connection: Connection) -> Sequence[StoredResponse] | None:
+            rows = connection.execute(query.order_by(line.c.depth.desc())).all()
             if not rows or rows[0].previous_response_id or not all(row.is_there for row in rows):
                 return None  # one of them is missing, or there are more
-            items = await read_items(connection, INPUT_ITEMS, [row.id for row in rows])
+            items = read_items(connection, INPUT_ITEMS, [row.id for row in rows])
             return [_response(row, items[row.id]) for row in rows]
 
         return await self._link.read(work)
@@ -144,12 +143,10 @@ class ResponseStore(ConversationStore):
     async def input_items(
         self, tenant: str, response_id: str, *, after: str, limit: int, is_ascending: bool
     ) -> Page | None:
-        async def work(connection: AsyncConnection) -> Page | None:
-            if await connection.scalar(select(RESPONSES.c.id).where(_is(tenant, response_id))) is None:
+        def work(connection: Connection) -> Page | None:
+            if connection.scalar(select(RESPONSES.c.id).where(_is(tenant, response_id))) is None:
                 return None
-            return await read_page(
-                connection, INPUT_ITEMS, response_id, after=after, limit=limit, is_ascending=is_ascending
-            )
+            return read_page(connection, INPUT_ITEMS, response_id, after=after, limit=limit, is_ascending=is_ascending)
 
         return await self._link.read(work)
 
@@ -159,8 +156,8 @@ class ResponseStore(ConversationStore):
             return
         where = (_is(tenant, response_id), ~RESPONSES.c.is_given_up)
 
-        async def work(connection: AsyncConnection) -> None:
-            num_events = await connection.scalar(select(RESPONSES.c.num_events).where(*where).with_for_update())
+        def work(connection: Connection) -> None:
+            num_events = connection.scalar(select(RESPONSES.c.num_events).where(*where).with_for_update())
             if num_events is None:
                 return
             new = [event for event in events if event.number >= num_events]
@@ -170,9 +167,9 @@ class ResponseStore(ConversationStore):
                 return
             held_bytes = RESPONSES.c.held_bytes + sum(len(event.body) for event in new)
             change = update(RESPONSES).where(RESPONSES.c.id == response_id)
-            await connection.execute(change.values(num_events=num_events + len(new), held_bytes=held_bytes))
+            connection.execute(change.values(num_events=num_events + len(new), held_bytes=held_bytes))
             rows = [{"response_id": response_id, "number": event.number, "body": event.body} for event in new]
-            await connection.execute(insert(EVENTS), rows)
+            connection.execute(insert(EVENTS), rows)
 
         await self._link.write(work)
 
@@ -185,16 +182,16 @@ class ResponseStore(ConversationStore):
             .limit(limit)
         )
 
-        async def work(connection: AsyncConnection) -> Sequence[StoredEvent]:
-            return [StoredEvent(row.number, row.body) for row in await connection.execute(query)]
+        def work(connection: Connection) -> Sequence[StoredEvent]:
+            return [StoredEvent(row.number, row.body) for row in connection.execute(query)]
 
         return await self._link.read(work)
 
     async def cancel(self, tenant: str, response_id: str) -> bool:
         change = update(RESPONSES).where(_is(tenant, response_id), is_owned(), ~is_lost(self._limits))
 
-        async def work(connection: AsyncConnection) -> bool:
-            return (await connection.execute(change.values(is_cancel_asked=True))).rowcount == 1
+        def work(connection: Connection) -> bool:
+            return connection.execute(change.values(is_cancel_asked=True)).rowcount == 1
 
         return await self._link.write(work)
 
@@ -204,39 +201,37 @@ class ResponseStore(ConversationStore):
         mine = and_(RESPONSES.c.id.in_(response_ids), RESPONSES.c.owner == owner, is_owned())
         going_on = select(RESPONSES.c.id).where(mine, ~RESPONSES.c.is_cancel_asked, RESPONSES.c.expires_at > Now())
 
-        async def work(connection: AsyncConnection) -> frozenset[str]:
-            await connection.execute(update(RESPONSES).where(mine).values(heard_at=Now()))
-            return frozenset(response_ids) - frozenset((await connection.scalars(going_on)).all())
+        def work(connection: Connection) -> frozenset[str]:
+            connection.execute(update(RESPONSES).where(mine).values(heard_at=Now()))
+            return frozenset(response_ids) - frozenset(connection.scalars(going_on).all())
 
         return await self._link.write(work)
 
     async def _trim(self, tenant: str) -> None:
         await self._link.write(lambda connection: self._room.trim(connection, tenant))
 
-    async def _find(
-        self, connection: AsyncConnection, tenant: str, response_id: str
-    ) -> tuple[StoredResponse, bool] | None:
+    def _find(self, connection: Connection, tenant: str, response_id: str) -> tuple[StoredResponse, bool] | None:
         """Return a response as it stands, and whether its owner is gone."""
         query = select(*_COLUMNS, is_lost(self._limits).label("is_silent")).where(_is(tenant, response_id))
-        row = (await connection.execute(query)).one_or_none()
+        row = connection.execute(query).one_or_none()
         if row is None:
             return None
-        items = await read_items(connection, INPUT_ITEMS, [response_id])
+        items = read_items(connection, INPUT_ITEMS, [response_id])
         return _response(row, items[response_id]), bool(row.is_silent)
 
-    async def _give_up(self, connection: AsyncConnection, tenant: str, response: StoredResponse) -> None:
+    def _give_up(self, connection: Connection, tenant: str, response: StoredResponse) -> None:
         """Finish a response in its owner's place, unless the owner was heard of meanwhile."""
         still = select(RESPONSES.c.id).where(_is(tenant, response.id), is_lost(self._limits)).with_for_update()
-        if await connection.scalar(still) is None:
+        if connection.scalar(still) is None:
             return
         error = {"code": "server_error", "message": _LOST_MESSAGE}
         body = {**response.body, "status": "failed", "error": error}
-        await self._finish(connection, tenant, response.id, "failed", body, is_given_up=True)
+        self._finish(connection, tenant, response.id, "failed", body, is_given_up=True)
         telemetry.log.warning("state.response.given_up", response_id=response.id, owner=response.owner)
 
-    async def _finish(
+    def _finish(
         self,
-        connection: AsyncConnection,
+        connection: Connection,
         tenant: str,
         response_id: str,
         status: Status,
@@ -256,25 +251,25 @@ class ResponseStore(ConversationStore):
             )
             .returning(RESPONSES.c.conversation_id)
         )
-        conversation_id = await connection.scalar(change)
+        conversation_id = connection.scalar(change)
         if conversation_id is None:
             return False
         if conversation_id and status not in UNFINISHED:
-            said = (await read_items(connection, INPUT_ITEMS, [response_id]))[response_id]
+            said = read_items(connection, INPUT_ITEMS, [response_id])[response_id]
             items = [*said, *body.get("output", ())]
-            await append_items(connection, self._limits, tenant, conversation_id, items)
+            append_items(connection, self._limits, tenant, conversation_id, items)
         return True
 
-    async def _renew(self, connection: AsyncConnection, tenant: str, response_id: str) -> None:
+    def _renew(self, connection: Connection, tenant: str, response_id: str) -> None:
         keep_seconds = self._limits.keep_seconds
         line = _line(response_id)
         # Those renewed a moment ago are left: a long conversation would rewrite itself with every turn.
         is_due = and_(RESPONSES.c.tenant == tenant, RESPONSES.c.expires_at < Now() + keep_seconds * (1 - _MOMENT))
         due = select(RESPONSES.c.id).join(line, line.c.id == RESPONSES.c.id).where(is_due)
-        ids = (await connection.scalars(due.order_by(RESPONSES.c.id))).all()
+        ids = connection.scalars(due.order_by(RESPONSES.c.id)).all()
         if ids:
             change = update(RESPONSES).where(RESPONSES.c.id.in_(ids), RESPONSES.c.expires_at > Now())
-            await connection.execute(change.values(expires_at=Now() + keep_seconds))
+            connection.execute(change.values(expires_at=Now() + keep_seconds))
 
 
 _PLAIN: Final = (

@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
-from sqlalchemy import ColumnElement, Select, and_, delete, func, insert, select, update
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import ColumnElement, Connection, Select, and_, delete, func, insert, select, update
 
 from services.recipe.response_state import Item, Page, StoredConversation
 from services.recipe.response_store_items import as_key, as_rows, body_bytes, insert_rows, read_page
@@ -35,17 +34,17 @@ class ConversationStore:
             "metadata": metadata,
         }
 
-        async def work(connection: AsyncConnection) -> None:
-            await self._room.make(connection, conversation.tenant, new_bytes=held_bytes)
-            await connection.execute(insert(CONVERSATIONS).values(values))
-            await insert_rows(connection, CONVERSATION_ITEMS, rows)
+        def work(connection: Connection) -> None:
+            self._room.make(connection, conversation.tenant, new_bytes=held_bytes)
+            connection.execute(insert(CONVERSATIONS).values(values))
+            insert_rows(connection, CONVERSATION_ITEMS, rows)
 
         await self._link.write(work)
 
     async def conversation(self, tenant: str, conversation_id: str) -> StoredConversation | None:
-        async def work(connection: AsyncConnection) -> StoredConversation | None:
+        def work(connection: Connection) -> StoredConversation | None:
             columns = (CONVERSATIONS.c.created_at, CONVERSATIONS.c.metadata)
-            row = (await connection.execute(select(*columns).where(_is(tenant, conversation_id)))).one_or_none()
+            row = connection.execute(select(*columns).where(_is(tenant, conversation_id))).one_or_none()
             if row is None:
                 return None
             return StoredConversation(conversation_id, tenant, row.created_at, orjson.loads(row.metadata))
@@ -67,8 +66,8 @@ class ConversationStore:
             .returning(CONVERSATIONS.c.created_at)
         )
 
-        async def work(connection: AsyncConnection) -> StoredConversation | None:
-            created_at = await connection.scalar(change)
+        def work(connection: Connection) -> StoredConversation | None:
+            created_at = connection.scalar(change)
             if created_at is None:
                 return None
             return StoredConversation(conversation_id, tenant, created_at, dict(metadata))
@@ -76,27 +75,27 @@ class ConversationStore:
         return await self._link.write(work)
 
     async def delete_conversation(self, tenant: str, conversation_id: str) -> bool:
-        async def work(connection: AsyncConnection) -> bool:
-            return (await connection.execute(delete(CONVERSATIONS).where(_is(tenant, conversation_id)))).rowcount == 1
+        def work(connection: Connection) -> bool:
+            return connection.execute(delete(CONVERSATIONS).where(_is(tenant, conversation_id))).rowcount == 1
 
         return await self._link.write(work)
 
     async def add_items(self, tenant: str, conversation_id: str, items: Sequence[Item]) -> bool:
         new_bytes = body_bytes(as_rows(conversation_id, items))
 
-        async def work(connection: AsyncConnection) -> bool:
-            await self._room.make(connection, tenant, new_bytes=new_bytes, new_rows=0, keep=conversation_id)
-            return await append_items(connection, self._limits, tenant, conversation_id, items)
+        def work(connection: Connection) -> bool:
+            self._room.make(connection, tenant, new_bytes=new_bytes, new_rows=0, keep=conversation_id)
+            return append_items(connection, self._limits, tenant, conversation_id, items)
 
         return await self._link.write(work)
 
     async def conversation_items(
         self, tenant: str, conversation_id: str, *, after: str, limit: int, is_ascending: bool
     ) -> Page | None:
-        async def work(connection: AsyncConnection) -> Page | None:
-            if await connection.scalar(_exists(tenant, conversation_id)) is None:
+        def work(connection: Connection) -> Page | None:
+            if connection.scalar(_exists(tenant, conversation_id)) is None:
                 return None
-            return await read_page(
+            return read_page(
                 connection, CONVERSATION_ITEMS, conversation_id, after=after, limit=limit, is_ascending=is_ascending
             )
 
@@ -111,8 +110,8 @@ class ConversationStore:
             .limit(1)
         )
 
-        async def work(connection: AsyncConnection) -> Item | None:
-            body = await connection.scalar(query)
+        def work(connection: Connection) -> Item | None:
+            body = connection.scalar(query)
             return None if body is None else _loads(body)
 
         return await self._link.read(work)
@@ -121,20 +120,20 @@ class ConversationStore:
         items = CONVERSATION_ITEMS
         gone = delete(items).where(items.c.holder_id == as_key(conversation_id), items.c.item_id == as_key(item_id))
 
-        async def work(connection: AsyncConnection) -> bool:
+        def work(connection: Connection) -> bool:
             lock = _exists(tenant, conversation_id).with_for_update()
-            if await connection.scalar(lock) is None:
+            if connection.scalar(lock) is None:
                 return False
-            sizes = (await connection.scalars(gone.returning(func.length(items.c.body)))).all()
+            sizes = connection.scalars(gone.returning(func.length(items.c.body))).all()
             change = update(CONVERSATIONS).where(CONVERSATIONS.c.id == conversation_id)
-            await connection.execute(change.values(held_bytes=CONVERSATIONS.c.held_bytes - sum(sizes)))
+            connection.execute(change.values(held_bytes=CONVERSATIONS.c.held_bytes - sum(sizes)))
             return bool(sizes)
 
         return await self._link.write(work)
 
 
-async def append_items(
-    connection: AsyncConnection, limits: StoreLimits, tenant: str, conversation_id: str, items: Sequence[Item]
+def append_items(
+    connection: Connection, limits: StoreLimits, tenant: str, conversation_id: str, items: Sequence[Item]
 ) -> bool:
     """Append items to a conversation and renew it; return whether it was there."""
     new_bytes = body_bytes(as_rows(conversation_id, items))
@@ -149,11 +148,11 @@ async def append_items(
         )
         .returning(CONVERSATIONS.c.num_items)
     )
-    num_items = await connection.scalar(take_positions)
+    num_items = connection.scalar(take_positions)
     if num_items is None:
         return False
     rows = as_rows(conversation_id, items, first=num_items - len(items))
-    await insert_rows(connection, CONVERSATION_ITEMS, rows)
+    insert_rows(connection, CONVERSATION_ITEMS, rows)
     return True
 
 

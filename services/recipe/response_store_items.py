@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import orjson
-from sqlalchemy import Table, func, insert, select
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection, Table, func, insert, select
 
 from services.recipe.response_state import Item, Page
 
@@ -37,37 +36,37 @@ def body_bytes(rows: Sequence[dict[str, Any]]) -> int:
     return sum(len(row["body"]) for row in rows)
 
 
-async def insert_rows(connection: AsyncConnection, table: Table, rows: Sequence[dict[str, Any]]) -> None:
+def insert_rows(connection: Connection, table: Table, rows: Sequence[dict[str, Any]]) -> None:
     """Insert the rows, of which there may be none."""
     if rows:
-        await connection.execute(insert(table), rows)
+        connection.execute(insert(table), rows)
 
 
-async def read_items(connection: AsyncConnection, table: Table, holder_ids: Sequence[str]) -> dict[str, list[Item]]:
+def read_items(connection: Connection, table: Table, holder_ids: Sequence[str]) -> dict[str, list[Item]]:
     """Return the items of several holders, each one's in order."""
     found: dict[str, list[Item]] = {holder_id: [] for holder_id in holder_ids}
     query = select(table.c.holder_id, table.c.body).where(table.c.holder_id.in_(holder_ids))
-    for row in await connection.execute(query.order_by(table.c.holder_id, table.c.position)):
+    for row in connection.execute(query.order_by(table.c.holder_id, table.c.position)):
         found[row.holder_id].append(orjson.loads(row.body))
     return found
 
 
-async def read_page(
-    connection: AsyncConnection, table: Table, holder_id: str, *, after: str, limit: int, is_ascending: bool
+def read_page(
+    connection: Connection, table: Table, holder_id: str, *, after: str, limit: int, is_ascending: bool
 ) -> Page | None:
     """Return the items that follow the item `after` ("": from the beginning); None when it is not there."""
     query = select(table.c.body).where(table.c.holder_id == holder_id)
     if after:
-        position = await _position(connection, table, holder_id, after)
+        position = _position(connection, table, holder_id, after)
         if position is None:
             return None
         query = query.where(table.c.position > position if is_ascending else table.c.position < position)
     order = table.c.position if is_ascending else table.c.position.desc()
-    bodies = (await connection.scalars(query.order_by(order).limit(limit + 1))).all()
+    bodies = connection.scalars(query.order_by(order).limit(limit + 1)).all()
     return Page([orjson.loads(body) for body in bodies[:limit]], len(bodies) > limit)
 
 
-async def _position(connection: AsyncConnection, table: Table, holder_id: str, item_id: str) -> int | None:
+def _position(connection: Connection, table: Table, holder_id: str, item_id: str) -> int | None:
     query = select(func.min(table.c.position)).where(table.c.holder_id == holder_id, table.c.item_id == as_key(item_id))
-    position: int | None = await connection.scalar(query)
+    position: int | None = connection.scalar(query)
     return position

@@ -6,11 +6,11 @@ import os
 import random
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from sqlalchemy import URL, event, insert, make_url, select, text
+from sqlalchemy import URL, Connection, Engine, create_engine, event, insert, make_url, select, text
 from sqlalchemy.exc import (
     ArgumentError,
     DataError,
@@ -20,7 +20,7 @@ from sqlalchemy.exc import (
     ProgrammingError,
 )
 from sqlalchemy.exc import TimeoutError as NoConnectionError
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+from sqlalchemy.util import greenlet_spawn
 
 from services.chassis import telemetry
 from services.recipe.response_state import StateAway
@@ -40,7 +40,11 @@ _TRIES: Final = 4
 _SCHEMA_LOCK: Final = 0x6661_7468  # one number for all replicas
 
 T = TypeVar("T")
-Work = Callable[[AsyncConnection], Awaitable[T]]
+Work = Callable[[Connection], T]
+"""Plain statements. They run in a greenlet, which awaits the driver wherever it waits.
+
+SQLAlchemy's own coroutines (`ext.asyncio`) do the same for each statement, but bring its object mapper along: 7 MB.
+"""
 
 
 def read_state_url(given: str) -> URL:
@@ -81,8 +85,8 @@ class StoreLink:
         """Return what `work` finds with statements by themselves; raise StateAway if not in time."""
         async with self._deadline():
             await self._prepare()
-            async with self._reader.connect() as connection:
-                return await work(connection)
+            async with _connected(self._reader) as connection:
+                return await greenlet_spawn(work, connection)
 
     async def write(self, work: Work[T]) -> T:
         """As `read`, in one transaction. `work` runs again when another replica's transaction was in its way."""
@@ -101,19 +105,18 @@ class StoreLink:
         """Remove what deleted rows left in SQLite's journal. PostgreSQL's vacuum does its own part."""
         if not self._is_sqlite:
             return
-        async with self._deadline(), self._writer, self._engine.connect() as connection:
-            bare = await connection.execution_options(fathom_begin="")  # a checkpoint cannot run in a transaction
-            await bare.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)")
+        async with self._deadline(), self._writer, _connected(self._engine) as connection:
+            connection.execution_options(fathom_begin="")  # a checkpoint cannot run in a transaction
+            await greenlet_spawn(connection.exec_driver_sql, "PRAGMA wal_checkpoint(TRUNCATE)")
 
     async def close(self) -> None:
         """Close all connections."""
-        await self._engine.dispose()
+        await greenlet_spawn(self._engine.dispose)
 
     async def _write_once(self, work: Work[T]) -> T:
-        async with self._writer, self._engine.connect() as plain:
-            connection = await plain.execution_options(fathom_begin="BEGIN IMMEDIATE")
-            async with connection.begin():
-                return await work(connection)
+        async with self._writer, _connected(self._engine) as connection:
+            connection.execution_options(fathom_begin="BEGIN IMMEDIATE")
+            return await greenlet_spawn(_transact, connection, work)
 
     @contextlib.asynccontextmanager
     async def _deadline(self) -> AsyncIterator[None]:
@@ -144,19 +147,43 @@ class StoreLink:
             await self._write_once(self._make_tables)
             self._is_prepared = True
 
-    async def _make_tables(self, connection: AsyncConnection) -> None:
+    def _make_tables(self, connection: Connection) -> None:
         if not self._is_sqlite:  # SQLite's transaction is alone as it is
-            await connection.execute(text(f"SELECT pg_advisory_xact_lock({_SCHEMA_LOCK})"))
-        await connection.run_sync(METADATA.create_all)
-        version = await connection.scalar(select(SCHEMA.c.version))
+            connection.execute(text(f"SELECT pg_advisory_xact_lock({_SCHEMA_LOCK})"))
+        METADATA.create_all(connection)
+        version = connection.scalar(select(SCHEMA.c.version))
         if version is None:
-            await connection.execute(insert(SCHEMA).values(version=SCHEMA_VERSION))
+            connection.execute(insert(SCHEMA).values(version=SCHEMA_VERSION))
         elif version != SCHEMA_VERSION:
             telemetry.log.error("state.schema.unknown", version=version, known=SCHEMA_VERSION)
             raise StateAway("the store of responses and conversations was written by another version")
 
 
-def _open(url: URL, query_seconds: float) -> AsyncEngine:
+@contextlib.asynccontextmanager
+async def _connected(engine: Engine) -> AsyncIterator[Connection]:
+    """Lend a connection. It is given back whole even when the caller is cancelled meanwhile; else it would be lost."""
+    connection = await greenlet_spawn(engine.connect)
+    try:
+        yield connection
+    finally:
+        closing = asyncio.create_task(greenlet_spawn(connection.close))
+        cancelled = None
+        while not closing.done():
+            try:
+                await asyncio.wait([closing])
+            except asyncio.CancelledError as exc:
+                cancelled = exc
+        closing.result()
+        if cancelled is not None:
+            raise cancelled
+
+
+def _transact(connection: Connection, work: Work[T]) -> T:
+    with connection.begin():
+        return work(connection)
+
+
+def _open(url: URL, query_seconds: float) -> Engine:
     is_sqlite = url.get_backend_name() == "sqlite"
     connect: dict[str, Any] = (
         # A little less than the deadline, so that the driver's thread is free again when the caller is.
@@ -164,7 +191,7 @@ def _open(url: URL, query_seconds: float) -> AsyncEngine:
         if is_sqlite
         else {"timeout": query_seconds, "server_settings": {"application_name": "fathom-recipe"}}
     )
-    engine = create_async_engine(
+    engine = create_engine(
         url,
         connect_args=connect,
         pool_size=POOL_CONNECTIONS,
@@ -174,8 +201,8 @@ def _open(url: URL, query_seconds: float) -> AsyncEngine:
         hide_parameters=True,  # they hold what people wrote, and errors are logged
     )
     if is_sqlite:
-        event.listen(engine.sync_engine, "connect", _set_up_sqlite)
-        event.listen(engine.sync_engine, "begin", _begin_sqlite)
+        event.listen(engine, "connect", _set_up_sqlite)
+        event.listen(engine, "begin", _begin_sqlite)
     return engine
 
 

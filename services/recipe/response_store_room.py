@@ -5,8 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from sqlalchemy import ColumnElement, Select, Table, and_, delete, func, literal, select, text, union_all
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import ColumnElement, Connection, Select, Table, and_, delete, func, literal, select, text, union_all
 
 from services.chassis.errors import InvalidRequest, Overloaded
 from services.recipe.response_state import UNFINISHED
@@ -81,9 +80,7 @@ class Room:
         self._spare_bytes = limits.max_bytes // 100
         self._left: dict[str, tuple[int, int]] = {}  # by tenant: rows and bytes it may still add unlooked
 
-    async def make(
-        self, connection: AsyncConnection, tenant: str, *, new_bytes: int, new_rows: int = 1, keep: str = ""
-    ) -> None:
+    def make(self, connection: Connection, tenant: str, *, new_bytes: int, new_rows: int = 1, keep: str = "") -> None:
         """Delete the tenant's expired rows, then those next to expire, until the new ones fit.
 
         keep: the row that grows, which stays. Responses that are being generated stay too; raise Overloaded when only
@@ -96,74 +93,74 @@ class Room:
         left = (left_rows - new_rows, left_bytes - new_bytes)
         if min(left) < 0:
             spare_bytes = min(self._spare_bytes, self.limits.max_bytes - new_bytes)
-            await _lock(connection, tenant)
-            await self._free(connection, tenant, new_rows + self._spare_rows, new_bytes + spare_bytes, keep)
+            _lock(connection, tenant)
+            self._free(connection, tenant, new_rows + self._spare_rows, new_bytes + spare_bytes, keep)
             left = (self._spare_rows, spare_bytes)
         self._left[tenant] = left
 
-    async def trim(self, connection: AsyncConnection, tenant: str) -> None:
+    def trim(self, connection: Connection, tenant: str) -> None:
         """Free what the tenant holds beyond its bytes: answers grow after room was made for them."""
-        _, held_bytes = await _held(connection, tenant)
+        _, held_bytes = _held(connection, tenant)
         if held_bytes > self.limits.max_bytes:
             with contextlib.suppress(Overloaded):  # what is being generated will be finished some day
-                await _lock(connection, tenant)
-                await self._free(connection, tenant, 0, 0, "")
+                _lock(connection, tenant)
+                self._free(connection, tenant, 0, 0, "")
 
-    async def _free(self, connection: AsyncConnection, tenant: str, new_rows: int, new_bytes: int, keep: str) -> None:
+    def _free(self, connection: Connection, tenant: str, new_rows: int, new_bytes: int, keep: str) -> None:
         for table in (RESPONSES, CONVERSATIONS):
-            await connection.execute(delete(table).where(table.c.tenant == tenant, table.c.expires_at <= Now()))
-        rows, held_bytes = await _held(connection, tenant)
+            connection.execute(delete(table).where(table.c.tenant == tenant, table.c.expires_at <= Now()))
+        rows, held_bytes = _held(connection, tenant)
         rows += new_rows - self.limits.max_rows
         held_bytes += new_bytes - self.limits.max_bytes
         while rows > 0 or held_bytes > 0:
-            oldest = await _oldest(connection, self.limits, tenant, keep)
+            oldest = _oldest(connection, self.limits, tenant, keep)
             dropped, is_enough = rows_to_drop(iter(oldest), rows=rows, held_bytes=held_bytes)
             if not dropped:
                 raise Overloaded("no more can be stored for you while what is stored is still being generated")
             for table in (RESPONSES, CONVERSATIONS):  # in this order everywhere, so that nobody waits in a circle
                 ids = [row.id for row in dropped if row.table is table]
-                await connection.execute(delete(table).where(table.c.id.in_(ids)))
+                connection.execute(delete(table).where(table.c.id.in_(ids)))
             if is_enough:
                 return
             rows -= len(dropped)
             held_bytes -= sum(row.held_bytes for row in dropped)
 
 
-async def drop_expired(connection: AsyncConnection) -> int:
+def drop_expired(connection: Connection) -> int:
     """Delete everybody's expired rows; return how many."""
     num_expired = 0
     for table in (RESPONSES, CONVERSATIONS):
-        num_expired += (await connection.execute(delete(table).where(table.c.expires_at <= Now()))).rowcount
+        num_expired += connection.execute(delete(table).where(table.c.expires_at <= Now())).rowcount
     return num_expired
 
 
-async def find_tenants(connection: AsyncConnection) -> Sequence[str]:
+def find_tenants(connection: Connection) -> Sequence[str]:
     """Return all tenants that ever stored anything."""
-    return (await connection.scalars(select(TENANTS.c.tenant))).all()
+    return connection.scalars(select(TENANTS.c.tenant)).all()
 
 
-async def _lock(connection: AsyncConnection, tenant: str) -> None:
+def _lock(connection: Connection, tenant: str) -> None:
     """Let nobody else look for room of this tenant until this transaction ends."""
     # The same words in both databases, but for SQLAlchemy they are two dialects'.
     count = text(
         "INSERT INTO fathom_tenants (tenant, num_looks) VALUES (:tenant, 1) "
         "ON CONFLICT (tenant) DO UPDATE SET num_looks = fathom_tenants.num_looks + 1"
     )
-    await connection.execute(count, {"tenant": tenant})
+    connection.execute(count, {"tenant": tenant})
 
 
-async def _held(connection: AsyncConnection, tenant: str) -> tuple[int, int]:
+def _held(connection: Connection, tenant: str) -> tuple[int, int]:
     """Return how many rows and bytes the tenant has."""
     rows = held_bytes = 0
     for table in (RESPONSES, CONVERSATIONS):
         amount = select(func.count(), func.coalesce(func.sum(table.c.held_bytes), 0)).where(table.c.tenant == tenant)
-        found = (await connection.execute(amount)).one()
+        found = connection.execute(amount).one()
         rows += int(found[0])
         held_bytes += int(found[1])
     return rows, held_bytes
 
 
-async def _oldest(connection: AsyncConnection, limits: StoreLimits, tenant: str, keep: str) -> list[Held]:
+def _oldest(connection: Connection, limits: StoreLimits, tenant: str, keep: str) -> list[Held]:
     tables = {table.name: table for table in (RESPONSES, CONVERSATIONS)}
 
     def held(table: Table, *conditions: ColumnElement[bool]) -> Select[tuple[str, str, int, float, float]]:
@@ -174,4 +171,4 @@ async def _oldest(connection: AsyncConnection, limits: StoreLimits, tenant: str,
     # Next to expire is least recently used, since every use renews the expiry.
     both = union_all(held(RESPONSES, ~is_owned() | is_lost(limits)), held(CONVERSATIONS)).subquery()
     query = select(both).order_by(both.c.expires_at, both.c.created_at, both.c.id).limit(_STEP)
-    return [Held(tables[row.kind], row.id, row.held_bytes) for row in await connection.execute(query)]
+    return [Held(tables[row.kind], row.id, row.held_bytes) for row in connection.execute(query)]

@@ -63,7 +63,7 @@ def _open_state(service: Service, state_url: str) -> Background | None:
     """Return what keeps responses and goes on with them in the background; None when nothing is to be kept."""
     if not state_url:
         return None
-    # Late: the database library is 18 MB of memory, and a recipe without state does without.
+    # Late: the database library is 14 MB of memory, and a recipe without state does without.
     from services.recipe.response_store import ResponseStore
 
     store = ResponseStore(state_url)

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Update, make_url, update
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection, Update, make_url, update
 
 from services.recipe.response_state import Item, Status, StoredEvent, StoredResponse
 from services.recipe.response_store import ResponseStore
@@ -102,9 +101,9 @@ async def age(store: ResponseStore, seconds: float) -> None:
         update(CONVERSATIONS).values(expires_at=CONVERSATIONS.c.expires_at - seconds),
     ]
 
-    async def work(connection: AsyncConnection) -> None:
+    def work(connection: Connection) -> None:
         for change in older:
-            await connection.execute(change)
+            connection.execute(change)
 
     await store._link.write(work)
 

@@ -40,7 +40,7 @@ def test_the_others_are(address: str) -> None:
     assert is_public(ip_address(address))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(FOURS | SIXES)
 def test_public_means_global_to_the_standard_library(address: IPv4Address | IPv6Address) -> None:
     """Never more than its registry says, though it says it in other words."""

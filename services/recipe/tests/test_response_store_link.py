@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import Connection, text
+from sqlalchemy.util import await_
 
 from services.chassis.errors import NoReplica
 from services.recipe.response_state import StateAway, StoredEvent
@@ -190,15 +191,15 @@ async def test_a_deadlock_is_tried_again(postgresql: str) -> None:
     async def bump(order: tuple[int, int]) -> None:
         is_first = True
 
-        async def work(connection) -> None:
+        def work(connection: Connection) -> None:
             nonlocal tries, is_first
             tries += 1
             bump_one = text("UPDATE rows_of_two SET n = n + 1 WHERE id = :id")
-            await connection.execute(bump_one, {"id": order[0]})
+            connection.execute(bump_one, {"id": order[0]})
             if is_first:
                 is_first = False
-                await both_hold_one.wait()
-            await connection.execute(bump_one, {"id": order[1]})
+                await_(both_hold_one.wait())
+            connection.execute(bump_one, {"id": order[1]})
 
         await link.write(work)
 
