@@ -22,7 +22,6 @@ from kernels.models.config import read_config
 from kernels.models.gpu.dense import GpuDense, OpenedGpuDense
 from kernels.models.gpu.weights import load_weights
 from kernels.models.weights import open_weights
-from kernels.ops import gpu_index, gpu_moe
 from kernels.ops.gpu_attention import CHUNK, LONG_PART_TOKENS, SINGLE, attend, tokens_per_tile
 from kernels.ops.gpu_index import score, score_candidates, select
 from kernels.ops.gpu_linear import linear, linear_parts, linear_swiglu
@@ -163,16 +162,6 @@ def v41_few_heads(device: str) -> None:
             case.run(*moved(args, device), **named)
 
 
-def v41_ways(device: str) -> None:
-    """What is switched off until a GPU has timed it: scores on the fp8 units, slots sorted by one program."""
-    gpu_index.ON_UNITS = gpu_moe.FEWER_LAUNCHES = True
-    try:
-        v41_family("index", device)
-        gpu_moe.group(moved(torch.randint(0, 7, (20, 6)).int(), device), num_experts=7)
-    finally:
-        gpu_index.ON_UNITS = gpu_moe.FEWER_LAUNCHES = False
-
-
 def one_kernel(device: str) -> None:
     """A layer of Llama-8B's shape for two sequences."""
     with torch.device(device):
@@ -202,6 +191,5 @@ RUNS: dict[str, Callable[[str], None]] = {
     "dense, one kernel": one_kernel,
     **{f"v41 {family}": partial(v41_family, family) for family in FAMILIES},
     "v41 few heads": v41_few_heads,
-    "v41 ways": v41_ways,
     "drafts": drafts,
 }

@@ -37,10 +37,8 @@ def attention_ways() -> dict[str, Way]:
 
 
 def index_ways() -> dict[str, Way]:
-    units = (gpu_index, "HOPPER_UNITS")
-    ways: dict[str, Way] = {"in use": {}} | {f"{count} products": {units: count} for count in (8, 32)}
-    on_units = {(gpu_index, "ON_UNITS"): True}
-    return ways | {"on fp8 units": on_units, "on fp8 units, 32 products": on_units | {units: 32}}
+    others: dict[str, Way] = {f"{count} products": {(gpu_index, "HOPPER_UNITS"): count} for count in (8, 32)}
+    return {"in use": {}, "in Triton": {(gpu_index, "_fits_hopper"): lambda _: False}} | others
 
 
 def say(figure: str, **named: Any) -> None:

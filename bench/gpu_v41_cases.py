@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.ops import gpu_fp8, gpu_grouped_fp8
+from kernels.ops import gpu_fp8, gpu_grouped_fp8, gpu_grouped_packed
 from kernels.ops.engram import hash_tables
 from kernels.ops.gpu_engram import HashNumbers, add_memory, read_rows, table_rows
 from kernels.ops.gpu_fp8 import gathered, grouped_product, norm_rows, row_scaled, span_rows, swiglu_rows
@@ -30,7 +30,7 @@ from kernels.ops.gpu_grouped_unpack import powers_of, unpack
 from kernels.ops.gpu_hyper import MixingWeights, enter, leave, split_weight
 from kernels.ops.gpu_index import Keys, locate, score, score_candidates, select
 from kernels.ops.gpu_matmul import Matrix, every_row, fp8_product, product
-from kernels.ops.gpu_moe import combine, group, route
+from kernels.ops.gpu_moe import Placed, combine, group, route
 from kernels.ops.gpu_quant import norm_fp8, quantise_rows, round_fp8, swiglu_fp8
 from kernels.ops.gpu_records import (
     Section,
@@ -232,10 +232,14 @@ def expert_cases(draw: Draw) -> Iterator[Case]:
     logits[3] = 0.0
     bias, image_bias = draw.normal(EXPERTS) * 0.1, draw.normal(EXPERTS) * 0.1
     images = torch.arange(tokens) % 7 == 0
-    arguments = (logits, bias, image_bias, images)
+    lines = torch.arange(tokens).int()
+    lines[7] = -1
+    arguments = (logits, bias, image_bias, images, Placed(None, lines))
     yield Case("route", route, arguments, {"top_k": TOP_K, "scaling": 1.5}, 1e-5)
+    elsewhere = torch.where(torch.arange(EXPERTS) % 3 == 0, torch.arange(EXPERTS) // 3, -1).int()
+    of_rank = (logits, bias, None, None, Placed(elsewhere, lines))
+    yield Case("route of a rank", route, of_rank, {"top_k": TOP_K, "scaling": 1.5}, 1e-5)
     spread = route(*arguments, top_k=TOP_K, scaling=1.5).experts
-    spread[7] = -1
     yield Case("group 384", group, (spread,), {"num_experts": EXPERTS}, 0.0)
     local = draw.whole(0, 9, tokens, TOP_K).int()
     local = torch.where(local == 2, 4, local) + 40  # one expert gets nothing
@@ -268,6 +272,13 @@ def _unit_cases(
     rows = gathered(span_rows(x), groups.sources)
     yield Case("gathered", gathered, (span_rows(x), groups.sources), {}, 0.0)
     yield Case("grouped_product", grouped_product, (rows, wide_up, groups.ends), {}, 3e-3, rows=torch.arange(end))
+    turned = gathered(span_rows(x), groups.sources, turns=True)
+    yield Case("gathered, turned", gathered, (span_rows(x), groups.sources), {"turns": True}, 0.0)
+    arguments = (turned, up, powers_of(up), groups.ends)
+    yield Case("packed up", gpu_grouped_packed.multiply, arguments, {}, 4e-3, rows=torch.arange(end))
+    turned = gathered(span_rows(hidden), groups.targets, turns=True)
+    arguments = (turned, down, powers_of(down), groups.ends)
+    yield Case("packed down", gpu_grouped_packed.multiply, arguments, {}, 4e-3, rows=torch.arange(end))
     spans, cut = span_rows(x, groups.sources, span=256), {"limit": LIMIT}
     gated = (spans, wide_up, groups, factors)
     yield Case("multiply_gated units", gpu_grouped_fp8.multiply_gated, gated, cut, 1.2e-2, rows=torch.arange(end))
@@ -348,13 +359,7 @@ def index_cases(draw: Draw) -> Iterator[Case]:
     yield Case("select ties", select, (flat, torch.tensor([131_072, 131_000, 1]).int()), {"count": TOP_ENTRIES}, 0.0)
     counts = draw.whole(0, 7, 64).int()
     ends = draw.whole(100, 1000, 64).int()
-    laid: dict[str, Any] = {
-        "num_tokens": 400,
-        "tile_tokens": 4,
-        "rejected": draw.whole(0, 4, 64).int(),
-        "earlier": ends % 65 - 1,
-    }
-    yield Case("lay_out", lay_out, (counts, ends), laid, 0.0)
+    yield Case("lay_out", lay_out, (counts, ends), {"num_tokens": 400, "tile_tokens": 4}, 0.0)
 
 
 FAMILIES: dict[str, Callable[[Draw], Iterator[Case]]] = {

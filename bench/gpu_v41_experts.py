@@ -37,7 +37,7 @@ from bench.gpu_v41_ways import (
     say,
 )
 from bench.gpu_v41_work import Shape, decode_shape, prefill_shape
-from kernels.ops import gpu_grouped, gpu_grouped_unpack
+from kernels.ops import gpu_grouped
 from kernels.ops.gpu_fp8 import RowScaled, gathered, grouped_product, span_rows, swiglu_rows
 from kernels.ops.gpu_grouped import Groups, Weights, bf16_weights
 from kernels.ops.gpu_grouped_fp8 import CUT, Cut
@@ -157,11 +157,6 @@ def unpacked(packed: Weights, powers: Powers, room: Tensor) -> Tensor:
     return unpack(packed, powers, room).data
 
 
-def unpacked_beside(packed: Weights, powers: Powers, room: Tensor) -> Tensor:
-    """The same by few programs."""
-    return unpack(packed, powers, room, is_beside=True).data
-
-
 def prefill() -> None:
     """All 384 experts with 98,304 rows, fp4 in memory; the first eight experts' rows are compared."""
     shape = prefill_shape()
@@ -181,11 +176,6 @@ def prefill() -> None:
         powers, room = powers_of(packed), torch.empty(shape.experts, out, size, dtype=E4M3, device="cuda")
         moved = packed.num_bytes + float(room.nbytes)
         measure(what, Way("unpack", [partial(unpacked, packed, powers, room)], None), 0.0, moved)
-        for gpu_grouped_unpack.FEW_PROGRAMS in (24, 40, 64):
-            beside = Way(
-                f"unpack by {gpu_grouped_unpack.FEW_PROGRAMS}", [partial(unpacked_beside, packed, powers, room)], None
-            )
-            measure(what, beside, 0.0, moved)
         eighth = unpack(packed, powers, room)
         counted = torch.arange(end, device="cuda") if gated else targets
         library_fp8(what, x, own, [eighth], exact, flops)

@@ -144,7 +144,8 @@ def random_drafter(config: V41Config, device: torch.device, *, ranks: int, is_in
     """One GPU's share."""
     placement = one_rank_of(replace(config, moe=config.drafter.moe), ranks)
     tensors = RandomTensors(config, device)
-    loader = DrafterLoader(config, tensors, device, experts="fp8", placement=placement, is_invariant=is_invariant)
+    experts: ExpertFormat = "fp8" if is_invariant else "fp4"
+    loader = DrafterLoader(config, tensors, device, experts=experts, placement=placement, is_invariant=is_invariant)
     return loader.load_drafter()
 
 

@@ -40,6 +40,7 @@ from bench.roofline_v41 import v41_work
 from kernels.batch import PENDING, Batch, Row, SamplingParams
 from kernels.executor import Executor
 from kernels.models.gpu.v41.drafter import DrafterWeights
+from kernels.models.gpu.v41.expert_weights import ExpertFormat
 from kernels.models.gpu.v41.model import GpuV41
 from kernels.models.gpu.v41.weights import GpuV41Weights
 from kernels.models.v41.config import V41Config
@@ -106,7 +107,8 @@ def decode(ceilings: Mapping[str, float], *, is_invariant: bool) -> dict[str, An
 def decode_weights(config: V41Config, *, is_invariant: bool) -> GpuV41Weights:
     """Of one rank."""
     placement = one_rank_of(config, RANKS)
-    return random_weights(config, CUDA, experts="fp8", placement=placement, is_invariant=is_invariant)
+    experts: ExpertFormat = "fp8" if is_invariant else "fp4"  # as the product keeps them on this GPU
+    return random_weights(config, CUDA, experts=experts, placement=placement, is_invariant=is_invariant)
 
 
 def decode_model(
@@ -210,9 +212,7 @@ def prefill(ceilings: Mapping[str, float], layers: int, *, is_invariant: bool) -
 
 def prefill_weights(config: V41Config, *, is_invariant: bool) -> GpuV41Weights:
     """With all experts."""
-    return random_weights(
-        config, CUDA, experts="fp4", placement=None, is_invariant=is_invariant, unpacks=not is_invariant
-    )
+    return random_weights(config, CUDA, experts="fp4", placement=None, is_invariant=is_invariant)
 
 
 def prefill_model(config: V41Config, weights: GpuV41Weights, *, is_invariant: bool) -> GpuV41:

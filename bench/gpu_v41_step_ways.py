@@ -1,11 +1,11 @@
 """Which of V4.1's ways that are switched off make a whole step faster on this GPU, and do they compute the same?
 
-    python -m bench.gpu_v41_step_ways                          # decode and prefill, each way by itself, then all
+    python -m bench.gpu_v41_step_ways                          # decode and prefill, as it is and with each way
     python -m bench.gpu_v41_step_ways decode --profile         # and what each kernel of a step takes, in the step
-    python -m bench.gpu_v41_step_ways decode --ways "beside|all"
+    python -m bench.gpu_v41_step_ways prefill --ways restated
 
 Weights are made once; for each way the step is captured anew. Its logits are compared with those of the step as it is:
-ways that only start kernels otherwise, or join them, must give the same bits. One JSON line for each.
+ways must give the same bits, unless they are known to round otherwise. One JSON line for each.
 """
 
 from __future__ import annotations
@@ -38,32 +38,18 @@ from bench.gpu_v41_step import (
 )
 from bench.gpu_v41_work import decode_shape
 from kernels.batch import Batch
-from kernels.models.gpu.v41 import stack
 from kernels.models.gpu.v41.model import GpuV41
-from kernels.ops import gpu_grouped_unpack, gpu_index, gpu_moe, gpu_overlap, gpu_sparse
+from kernels.ops import gpu_sparse
 
-_OF_PREFILL = {"unpacked beside"}
-ROUNDED_OTHERWISE = {"index on fp8 units", "all"}
-"""Ways whose scores may differ in a last bit, by which another entry is chosen now and then."""
+WAYS: dict[str, Way] = {
+    "as it is": {},
+    "restated by attention": {(gpu_sparse, "RESTATES"): True},
+}
+"""What each sets; a new one is one line."""
+ROUNDED_OTHERWISE: frozenset[str] = frozenset()
+"""Ways whose values may differ in a last bit."""
 _PROFILED = 3
 _NAME = 96
-
-
-def ways() -> dict[str, Way]:
-    """By name; the first is the step as it is."""
-    each: dict[str, Way] = {
-        "as it is": {},
-        "beside": {(stack, "BESIDE"): True},
-        "early": {(gpu_overlap, "V41_STARTS_EARLY"): True},
-        "restated by attention": {(gpu_sparse, "RESTATES"): True},
-        "fewer launches": {(gpu_moe, "FEWER_LAUNCHES"): True},
-        "index on fp8 units": {(gpu_index, "ON_UNITS"): True},
-        "unpacked beside": {(gpu_grouped_unpack, "BESIDE"): True},
-    }
-    exact = [way for name, way in each.items() if name not in ROUNDED_OTHERWISE]
-    each["all exact"] = {place: value for way in exact for place, value in way.items()}
-    each["all"] = {place: value for way in each.values() for place, value in way.items()}
-    return each
 
 
 def time_ways(
@@ -76,8 +62,8 @@ def time_ways(
 ) -> list[dict[str, Any]]:
     """before: what a model's step is preceded by.  Lines as they are said."""
     lines, expected = [], None
-    for name, way in ways().items():
-        if name != "as it is" and (not wanted.search(name) or (name in _OF_PREFILL and step == "decode")):
+    for name, way in WAYS.items():
+        if way and not wanted.search(name):
             continue
         try:
             with in_force(way):
@@ -156,8 +142,7 @@ def decode(wanted: re.Pattern[str], *, profiles: bool) -> list[dict[str, Any]]:
 def prefill(wanted: re.Pattern[str], layers: int, *, profiles: bool) -> list[dict[str, Any]]:
     """A chunk of 16,384 through encoder layers."""
     config = published_config(layers, layers)
-    with in_force({(gpu_grouped_unpack, "BESIDE"): True}):  # with room for both matrices
-        weights = prefill_weights(config, is_invariant=False)
+    weights = prefill_weights(config, is_invariant=False)
 
     def build() -> tuple[GpuV41, Batch]:
         return prefill_model(config, weights, is_invariant=False), chunk(config)

@@ -49,7 +49,7 @@ from kernels.ops.gpu_fp8 import (
 from kernels.ops.gpu_grouped import Format, Tile
 from kernels.ops.gpu_hyper import MixingWeights, enter, leave, split_weight
 from kernels.ops.gpu_index import QUERIES, Keys, locate, score, score_candidates, select
-from kernels.ops.gpu_moe import combine, group, route
+from kernels.ops.gpu_moe import Placed, combine, group, route
 from kernels.ops.gpu_records import (
     Section,
     compress_entries,
@@ -249,9 +249,8 @@ class Builder:
         tokens, rows = shape.tokens, shape.rows
         self.dense("router", layers, EXPERTS, HIDDEN, fp8=False, fp32_out=True)
         logits, bias = torch.randn(tokens, EXPERTS, device=CUDA), torch.randn(EXPERTS, device=CUDA) * 0.01
-        self.add(
-            "route", layers, lambda: route(logits, bias, None, None, top_k=TOP_K, scaling=1.5), tokens * (1536 + 48)
-        )
+        chosen_by = logits, bias, None, None, Placed(None, torch.zeros(tokens, dtype=torch.int32, device=CUDA))
+        self.add("route", layers, lambda: route(*chosen_by, top_k=TOP_K, scaling=1.5), tokens * (1536 + 48))
         # Of a rank's experts a token mostly wants one; of all experts, six.
         wanted = TOP_K if shape.is_prefill else 1
         experts = torch.rand(rows // wanted, shape.experts, device=CUDA).topk(wanted, dim=1).indices.int()

@@ -20,10 +20,8 @@ class Beside:
     for all that was launched before. What the current stream made and this one reads must be kept until `join`.
     """
 
-    def __init__(self, device: torch.device, *, is_urgent: bool = False) -> None:
-        """is_urgent: its programs are placed before those of the current stream wherever there is room."""
-        priority = -1 if is_urgent else 0
-        self._stream = torch.cuda.Stream(device, priority) if device.type == "cuda" else None  # type: ignore[no-untyped-call] # torch's stub
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call] # torch's stub
         self._kept: list[Tensor] = []
         self._is_open = False
 
@@ -46,9 +44,3 @@ class Beside:
             torch.cuda.current_stream().wait_stream(self._stream)
         self._is_open = False
         self._kept.clear()
-
-
-def joined(beside: Beside | None) -> None:
-    """Wait for what runs beside, if anything may."""
-    if beside is not None:
-        beside.join()

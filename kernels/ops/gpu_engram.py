@@ -19,7 +19,6 @@ from kernels.ops.engram import gate as gate_twin
 from kernels.ops.engram import table_rows as table_rows_twin
 from kernels.ops.gpu_formats import bf16, e4m3_value, power
 from kernels.ops.gpu_launch import check, power_of_two, runs_kernels
-from kernels.ops.gpu_overlap import early, wait_for_earlier
 from kernels.ops.hyper import STREAMS
 from kernels.ops.quant import dequantise_fp8_rows
 
@@ -112,7 +111,6 @@ def add_memory(streams: Tensor, read: Tensor, weight: Tensor, is_image: Tensor |
         BLOCK=power_of_two(hidden),
         IMAGES=is_image is not None,
         num_warps=8 if hidden > 2048 else 1,
-        **early(streams),
     )
     return out
 
@@ -163,9 +161,7 @@ def _memory_kernel(
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
     IMAGES: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ) -> None:
-    wait_for_earlier(OVERLAP)
     token, stream = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, BLOCK)
     mine = column < HIDDEN

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from kernels.ops.gpu_formats import FP8_FLOOR, bf16, e4m3_bits, exponents, fp8_round_trip, power
 from kernels.ops.gpu_launch import check, power_of_two, runs_kernels
-from kernels.ops.gpu_overlap import early, wait_for_earlier
 from kernels.ops.gpu_quant import norm_twin, swiglu_twin
 from kernels.ops.quant import GROUP
 from kernels.ops.quant import fp8_round_trip as fp8_round_trip_twin
@@ -39,13 +38,16 @@ class SpanRows:
     """[rows, size] e4m3."""
     scale: Tensor
     """[spans, rows] fp32, powers of two: of equal shares of the columns, mostly of all of them."""
+    is_turned: bool = False
+    """Whether columns lie in the order of the operand that `gpu_grouped_packed` unpacks."""
 
     def __len__(self) -> int:
         return self.data.shape[0]
 
     def dense(self) -> Tensor:
         """By torch, [rows, size] fp32."""
-        wide = self.data.float().view(len(self.data), len(self.scale), -1)
+        plain = self.data[:, turned_places(self.data.shape[1])] if self.is_turned else self.data
+        wide = plain.float().view(len(self.data), len(self.scale), -1)
         return (wide * self.scale.t()[:, :, None]).flatten(1)
 
 
@@ -79,6 +81,18 @@ class RowScaled:
         return self.data[expert].float() * self.scale[expert][:, None]
 
 
+def turned_places(size: int) -> Tensor:
+    """Where each column lies in a turned row, [size] int64: words of four columns change places in tiles of 128.
+
+    In a tile, lane t of a quad reads the packed words 4t to 4t + 3, of which each is columns c to c + 3 in its low
+    nibbles and 64 + c on in its high ones; word j of each lane makes the product j, whose operand takes columns 4t to
+    4t + 3 and 16 + 4t on from lane t.
+    """
+    column = torch.arange(size)
+    word = column % 128 // 4
+    return column // 128 * 128 + word % 4 * 32 + word // 16 * 16 + word % 16 // 4 * 4 + column % 4
+
+
 def restated(matrix: Tensor) -> tuple[Tensor, Tensor, float]:
     """A matrix of fp8 or fp4 values times powers of two, with one power for a row.
 
@@ -104,6 +118,7 @@ def row_scaled(matrices: list[Tensor]) -> tuple[RowScaled, float]:
 def product(x: SpanRows, matrix: RowScaled) -> Tensor:
     """Rows under one scale each times one matrix: [rows, in] -> [rows, out] bf16, by the library."""
     check(len(x.scale) == 1 and matrix.experts == 1, "a row has one scale, and a matrix no experts")
+    check(not x.is_turned, "the library takes columns in their order")
     if x.data.is_cpu:
         return (x.dense() @ matrix.dense(0).t()).bfloat16()
     if not len(x):
@@ -120,6 +135,7 @@ def grouped_product(x: SpanRows, matrices: RowScaled, ends: Tensor) -> Tensor:
     ends: [experts] int32, position after each expert's last row; what comes behind the last one's is garbage.
     """
     check(len(x.scale) == 1 and matrices.experts == len(ends), "a row has one scale, an expert one end")
+    check(not x.is_turned, "the library takes columns in their order")
     if x.data.is_cpu:
         out = torch.full((len(x), matrices.out), float("nan"), dtype=torch.bfloat16)
         rows, start = x.dense(), 0
@@ -167,7 +183,6 @@ def span_rows(x: Tensor, sources: Tensor | None = None, *, span: int = 0, rounds
             GATHERED=sources is not None,
             ROUNDS=rounds,
             num_warps=_warps(block),
-            **early(x),
         )
     return SpanRows(made.data.view(_E4M3), made.scale)
 
@@ -194,25 +209,31 @@ def norm_rows(x: Tensor, weight: Tensor, *, eps: float) -> SpanRows:
             SIZE=x.shape[1],
             BLOCK=block,
             num_warps=_warps(block),
-            **early(x),
         )
     return SpanRows(made.data.view(_E4M3), made.scale)
 
 
 def swiglu_rows(
-    gate_up: Tensor, targets: Tensor | None = None, factors: Tensor | None = None, *, limit: float, span: int = 0
+    gate_up: Tensor,
+    targets: Tensor | None = None,
+    factors: Tensor | None = None,
+    *,
+    limit: float,
+    span: int = 0,
+    turns: bool = False,
 ) -> SpanRows:
     """The clamped SwiGLU of rows, rounded to fp8 and restated.
 
     gate_up: [positions, 2 * width] bf16, gate first, contiguous.  factors: [slots] fp32, of each position's target (at
-    `targets`, [positions] int32), or None for ones.  span: as for `span_rows`.
+    `targets`, [positions] int32), or None for ones.  span: as for `span_rows`.  turns: its columns (`turned_places`).
     """
     positions, width = len(gate_up), gate_up.shape[1] // 2
     check(gate_up.dtype == torch.bfloat16 and gate_up.is_contiguous(), "rows are bf16, end to end")
     check(width % (span or GROUP) == 0 and (factors is None) == (targets is None), "factors have targets")
     if not runs_kernels(gate_up):
         mine = None if factors is None or targets is None else factors[targets.long()]
-        return _restated_twin(fp8_round_trip_twin(swiglu_twin(gate_up.float(), mine, limit=limit)), span)
+        rows = _restated_twin(fp8_round_trip_twin(swiglu_twin(gate_up.float(), mine, limit=limit)), span)
+        return _turned_twin(rows) if turns else rows
     made, block = _empty(gate_up, positions, width, span), power_of_two(width)
     if positions:
         _swiglu_rows_kernel[(positions,)](
@@ -227,22 +248,23 @@ def swiglu_rows(
             SPAN=span or block,
             BLOCK=block,
             WEIGHED=factors is not None,
+            TURNS=turns,
             num_warps=_warps(block),
-            **early(gate_up),
         )
-    return SpanRows(made.data.view(_E4M3), made.scale)
+    return SpanRows(made.data.view(_E4M3), made.scale, turns)
 
 
-def gathered(x: SpanRows, sources: Tensor) -> SpanRows:
+def gathered(x: SpanRows, sources: Tensor, *, turns: bool = False) -> SpanRows:
     """Rows under one scale each, copied to where they are wanted.
 
-    sources: [positions] int32, the row that stands at each position.
+    sources: [positions] int32, the row that stands at each position.  turns: their columns (`turned_places`).
     """
     check(len(x.scale) == 1 and x.data.shape[1] % GROUP == 0, "a row has one scale, and a multiple of 32 values")
     positions, words = len(sources), x.data.shape[1] // 4
     if not runs_kernels(x.data):
         rows = sources.long()
-        return SpanRows(x.data.view(torch.uint8)[rows].view(_E4M3), x.scale[:, rows])
+        plain = SpanRows(x.data.view(torch.uint8)[rows].view(_E4M3), x.scale[:, rows])
+        return _turned_twin(plain) if turns else plain
     made = _empty(x.data, positions, x.data.shape[1], 0)
     if positions:
         block = min(power_of_two(words), 2048)
@@ -254,10 +276,10 @@ def gathered(x: SpanRows, sources: Tensor) -> SpanRows:
             made.scale,
             WORDS=words,
             BLOCK=block,
+            TURNS=turns,
             num_warps=4,
-            **early(sources),
         )
-    return SpanRows(made.data.view(_E4M3), made.scale)
+    return SpanRows(made.data.view(_E4M3), made.scale, turns)
 
 
 def empty_rows(like: Tensor) -> SpanRows:
@@ -287,6 +309,12 @@ def _restated_twin(rows: Tensor, span: int) -> SpanRows:
     return SpanRows((spans / scale[:, :, None]).to(_E4M3).flatten(1), scale.t().contiguous())
 
 
+def _turned_twin(rows: SpanRows) -> SpanRows:
+    data = torch.empty_like(rows.data)
+    data.view(torch.uint8)[:, turned_places(rows.data.shape[1])] = rows.data.view(torch.uint8)
+    return SpanRows(data, rows.scale, is_turned=True)
+
+
 def _warps(block: int) -> int:
     return min(max(block // 512, 1), 8)
 
@@ -301,6 +329,7 @@ def write_spans(
     SIZE: tl.constexpr,
     SPAN: tl.constexpr,
     BLOCK: tl.constexpr,
+    TURNS: tl.constexpr,
 ) -> None:
     """One row of fp8 values, [BLOCK] fp32 with zeros from SIZE on, restated; a span of BLOCK is all of it."""
     spans = tl.reshape(values, (BLOCK // SPAN, SPAN))
@@ -308,7 +337,11 @@ def write_spans(
     # A power of two's inverse is exact, and multiplying is several times as fast as dividing.
     bits = e4m3_bits(spans * tl.broadcast_to(power(254 - exponent)[:, None], (BLOCK // SPAN, SPAN)))
     column = tl.arange(0, BLOCK)
-    tl.store(data + row * SIZE + column, tl.reshape(bits, (BLOCK,)), mask=column < SIZE)
+    place = column
+    if TURNS:
+        word = column % 128 // 4
+        place = column // 128 * 128 + word % 4 * 32 + word // 16 * 16 + word % 16 // 4 * 4 + column % 4
+    tl.store(data + row * SIZE + place, tl.reshape(bits, (BLOCK,)), mask=column < SIZE)
     span = tl.arange(0, BLOCK // SPAN)
     tl.store(scale + span.to(tl.int64) * rows + row, power(exponent), mask=span * SPAN < SIZE)
 
@@ -325,16 +358,14 @@ def _rows_kernel(
     BLOCK: tl.constexpr,
     GATHERED: tl.constexpr,
     ROUNDS: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ) -> None:
-    wait_for_earlier(OVERLAP)
     position = tl.program_id(0).to(tl.int64)
     row = tl.load(sources + position).to(tl.int64) if GATHERED else position
     column = tl.arange(0, BLOCK)
     values = tl.load(x + row * SIZE + column, mask=column < SIZE, other=0.0).to(tl.float32)
     if ROUNDS:
         values = tl.reshape(fp8_round_trip(tl.reshape(values, (1, BLOCK)), BLOCK // 32), (BLOCK,))
-    write_spans(values, position, data, scale, positions, SIZE, SPAN, BLOCK)
+    write_spans(values, position, data, scale, positions, SIZE, SPAN, BLOCK, False)
 
 
 @triton.jit
@@ -348,9 +379,7 @@ def _norm_rows_kernel(
     eps: tl.tensor,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ) -> None:
-    wait_for_earlier(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mine = column < SIZE
@@ -358,7 +387,7 @@ def _norm_rows_kernel(
     length = tl.sqrt_rn(tl.sum(values * values, axis=0) / SIZE + eps)
     values = bf16(values / length * tl.load(weight + column, mask=mine, other=0.0))
     values = tl.reshape(fp8_round_trip(tl.reshape(values, (1, BLOCK)), BLOCK // 32), (BLOCK,))
-    write_spans(values, row, data, scale, rows, SIZE, BLOCK, BLOCK)
+    write_spans(values, row, data, scale, rows, SIZE, BLOCK, BLOCK, False)
 
 
 @triton.jit
@@ -374,9 +403,8 @@ def _swiglu_rows_kernel(
     SPAN: tl.constexpr,
     BLOCK: tl.constexpr,
     WEIGHED: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    TURNS: tl.constexpr,
 ) -> None:
-    wait_for_earlier(OVERLAP)
     position = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mine = column < SIZE
@@ -387,7 +415,7 @@ def _swiglu_rows_kernel(
     if WEIGHED:
         values *= tl.load(factors + tl.load(targets + position))
     values = tl.reshape(fp8_round_trip(tl.reshape(values, (1, BLOCK)), BLOCK // 32), (BLOCK,))
-    write_spans(values, position, data, scale, positions, SIZE, SPAN, BLOCK)
+    write_spans(values, position, data, scale, positions, SIZE, SPAN, BLOCK, TURNS)
 
 
 @triton.jit
@@ -399,12 +427,15 @@ def _gather_kernel(
     scale: tl.tensor,
     WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    TURNS: tl.constexpr,
 ) -> None:
-    wait_for_earlier(OVERLAP)
     position = tl.program_id(0).to(tl.int64)
     row = tl.load(sources + position).to(tl.int64)
     for first in tl.static_range(0, WORDS, BLOCK):
         word = first + tl.arange(0, BLOCK)
-        tl.store(data + position * WORDS + word, tl.load(x + row * WORDS + word, mask=word < WORDS), mask=word < WORDS)
+        source = word
+        if TURNS:
+            source = word // 32 * 32 + word // 4 % 2 * 16 + word % 4 * 4 + word // 8 % 4
+        values = tl.load(x + row * WORDS + source, mask=word < WORDS)
+        tl.store(data + position * WORDS + word, values, mask=word < WORDS)
     tl.store(scale + position, tl.load(x_scale + row))

@@ -19,7 +19,6 @@ from kernels.ops.gpu_formats import IN_PYTHON, bf16, e4m3_value
 from kernels.ops.gpu_fp8 import RowScaled, SpanRows
 from kernels.ops.gpu_grouped import Groups, gated, shares_of, tile_of
 from kernels.ops.gpu_launch import INTERPRETED, check, power_of_two, runs_kernels, tiles
-from kernels.ops.gpu_overlap import early, wait_for_earlier
 from kernels.ops.gpu_quant import swiglu_twin
 from kernels.ops.quant import GROUP
 from kernels.ops.quant import fp8_round_trip as fp8_round_trip_twin
@@ -140,7 +139,6 @@ def _launch(
         WHOLE=width % per_tile == 0,
         num_warps=cut.warps,
         num_stages=cut.stages,
-        **early(x.data),
     )
 
 
@@ -175,9 +173,7 @@ def _fp8_grouped_kernel(
     OUTS: tl.constexpr,
     DEPTH: tl.constexpr,
     WHOLE: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ) -> None:
-    wait_for_earlier(OVERLAP)
     program = tl.program_id(0)
     num_outs = tl.cdiv(width, OUTS // 2 if GATED else OUTS)
     shares = shares_of(ends, num_outs, EXPERTS, EXPERTS_BLOCK, ROWS)

@@ -24,17 +24,14 @@ HIGHEST = 6
 """A row's largest power becomes 2^6 in its e4m3 values: 6 * 2^6 = 384."""
 EXACT_BINADES = 14
 """Powers of a row may be so many binades apart before small values lose bits."""
+NEAR_BINADES = 11
+"""Up to so many, no value but zero is a subnormal one: its byte is found by adding to another's exponent."""
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 MOST_PACKED_ROWS = 64
 """Of an expert, up to which its fp4 bytes are multiplied as they are: 384 experts of 5,120 x 2,304 are unpacked in
 5.6 ms, and each row of all of them then takes 87 us less (by what was measured at 256)."""
 _ROWS, _BYTES = 4, 512
 """Of a program of the unpacking kernel."""
-BESIDE = False
-"""Whether a layer's experts are unpacked beside its attention, by few programs, and both matrices in room of their own:
-unpacking waits for memory, attention does not. Off until a step has been timed with it on a GPU."""
-FEW_PROGRAMS, FEW_ROWS, FEW_WARPS = 40, 32, 32
-"""Programs that unpack beside something else: each fills a multiprocessor, and the others are left alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +44,18 @@ class Powers:
     """[experts, out] fp32: the row's power of two when it is unpacked."""
     table: Tensor
     """[64, 2] int32: e4m3 bytes of the eight magnitudes under 2^(6 - index)."""
-    is_exact: bool
+    spread_binades: int
+    """Between the powers of one row, at most."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether no value loses bits as e4m3."""
+        return self.spread_binades <= EXACT_BINADES
+
+    @property
+    def is_near(self) -> bool:
+        """Whether no value becomes a subnormal one, too."""
+        return self.spread_binades <= NEAR_BINADES
 
 
 def powers_of(weights: Weights) -> Powers:
@@ -59,11 +67,11 @@ def powers_of(weights: Weights) -> Powers:
     scale = torch.ldexp(torch.ones_like(exponent), exponent.to(torch.int32))
     magnitudes = torch.tensor(_MAGNITUDES)[None, :] * 2.0 ** (HIGHEST - torch.arange(64.0))[:, None]
     table = magnitudes.to(torch.float8_e4m3fn).view(torch.uint8).contiguous().view(torch.int32)
-    return Powers(largest, scale, table.to(weights.data.device), spread <= EXACT_BINADES)
+    return Powers(largest, scale, table.to(weights.data.device), spread)
 
 
-def unpack(weights: Weights, powers: Powers, out: Tensor | None = None, *, is_beside: bool = False) -> RowScaled:
-    """weights: fp4.  out: [experts, out, in] e4m3 that is written, or None.  is_beside: by few programs."""
+def unpack(weights: Weights, powers: Powers, out: Tensor | None = None) -> RowScaled:
+    """weights: fp4.  out: [experts, out, in] e4m3 that is written, or None."""
     if not runs_kernels(weights.data):
         wide = torch.stack([weights.dense(expert) for expert in range(weights.experts)])
         data = (wide / powers.scale[:, :, None]).to(torch.float8_e4m3fn)
@@ -71,9 +79,7 @@ def unpack(weights: Weights, powers: Powers, out: Tensor | None = None, *, is_be
     experts, rows, size = weights.experts, weights.out, weights.size
     data = torch.empty(experts, rows, size, dtype=torch.uint8, device=weights.data.device) if out is None else out
     data = data.view(torch.uint8)
-    each = FEW_ROWS if is_beside else _ROWS
-    grid = tiles(experts * rows, each), tiles(size // 2, _BYTES)
-    _unpack_kernel[(min(FEW_PROGRAMS, grid[0] * grid[1]),) if is_beside else grid](
+    _unpack_kernel[tiles(experts * rows, _ROWS), tiles(size // 2, _BYTES)](
         weights.data,
         weights.scale,
         powers.largest,
@@ -82,36 +88,36 @@ def unpack(weights: Weights, powers: Powers, out: Tensor | None = None, *, is_be
         experts * rows,
         SIZE=size,
         HALF=HALF_DEPTH,
-        ROWS=each,
+        ROWS=_ROWS,
         BYTES=_BYTES,
-        FEW=is_beside,
-        num_warps=FEW_WARPS if is_beside else 4,
+        num_warps=4,
     )
     return RowScaled(data.view(torch.float8_e4m3fn), powers.scale)
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """fp4 experts that become e4m3 while many rows are multiplied by them, in memory that all layers' experts share."""
+    """fp4 experts that become e4m3 for the fp8 units: in registers, or in memory that all layers' experts share."""
 
     weights: Weights
     powers: Powers
-    room: Tensor
-    """[bytes] uint8; what it holds is good until the next are unpacked."""
+    room: Tensor | None
+    """[bytes] uint8; what it holds is good until the next are unpacked. None: in registers (`gpu_grouped_packed`)."""
 
     @property
     def experts(self) -> int:
         return self.weights.experts
 
     def is_worth(self, positions: int) -> bool:
-        """Whether unpacking pays for so many rows of all experts."""
-        return positions > MOST_PACKED_ROWS * self.experts
+        """Whether the fp8 units pay for so many rows of all experts."""
+        return self.room is None or positions > MOST_PACKED_ROWS * self.experts
 
-    def unpacked(self, *, is_beside: bool = False) -> RowScaled:
-        """Written now, on the current stream.  is_beside: by few programs, since others have work, too."""
+    def unpacked(self) -> RowScaled:
+        """Written now, on the current stream, where there is room."""
+        assert self.room is not None, "unpacked in registers"
         shape = (self.experts, self.weights.out, self.weights.size)
         data = self.room[: shape[0] * shape[1] * shape[2]].view(torch.float8_e4m3fn)
-        return unpack(self.weights, self.powers, data.view(shape), is_beside=is_beside)
+        return unpack(self.weights, self.powers, data.view(shape))
 
 
 @triton.jit
@@ -160,24 +166,21 @@ def _byte(nibble: tl.tensor, low_words: tl.tensor, high_words: tl.tensor) -> tl.
 
 
 @triton.jit
-def _unpack_tile(
+def _unpack_kernel(
     packed: tl.tensor,
     scale: tl.tensor,
     largest: tl.tensor,
     table: tl.tensor,
     data: tl.tensor,
     rows: tl.tensor,
-    tile: tl.tensor,
     SIZE: tl.constexpr,
     HALF: tl.constexpr,
     ROWS: tl.constexpr,
     BYTES: tl.constexpr,
-    FEW: tl.constexpr,
 ) -> None:
-    WIDE: tl.constexpr = (SIZE // 2 + BYTES - 1) // BYTES
     GROUPS: tl.constexpr = BYTES // 32
-    row = (tile // WIDE if FEW else tl.program_id(0)).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    group = (tile % WIDE if FEW else tl.program_id(1)) * GROUPS + tl.arange(0, GROUPS)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     mine = (row < rows)[:, None] & (group < SIZE // 64)[None, :]
     # Bytes of a tile hold its columns from the first on in low nibbles, those from the middle on in high ones.
     column = group * 32 // HALF * (2 * HALF) + group * 32 % HALF
@@ -198,27 +201,3 @@ def _unpack_tile(
     place = data + (row[:, None] * SIZE + column[None, :])[:, :, None] + step
     tl.store(place, low, mask=mine_all)
     tl.store(place + HALF, high, mask=mine_all)
-
-
-@triton.jit
-def _unpack_kernel(
-    packed: tl.tensor,
-    scale: tl.tensor,
-    largest: tl.tensor,
-    table: tl.tensor,
-    data: tl.tensor,
-    rows: tl.tensor,
-    SIZE: tl.constexpr,
-    HALF: tl.constexpr,
-    ROWS: tl.constexpr,
-    BYTES: tl.constexpr,
-    FEW: tl.constexpr,
-) -> None:
-    tile = tl.program_id(0)
-    if FEW:
-        WIDE: tl.constexpr = (SIZE // 2 + BYTES - 1) // BYTES
-        while tile < tl.cdiv(rows, ROWS) * WIDE:
-            _unpack_tile(packed, scale, largest, table, data, rows, tile, SIZE, HALF, ROWS, BYTES, FEW)
-            tile += tl.num_programs(0)
-    else:
-        _unpack_tile(packed, scale, largest, table, data, rows, tile, SIZE, HALF, ROWS, BYTES, FEW)

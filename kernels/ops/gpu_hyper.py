@@ -16,11 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.ops.gpu_beside import Beside, joined
+from kernels.ops.gpu_beside import Beside
 from kernels.ops.gpu_formats import bf16, dot, fp8_round_trip
 from kernels.ops.gpu_fp8 import SpanRows, as_rows, empty_rows, restated_twin, write_spans
 from kernels.ops.gpu_launch import check, power_of_two, runs_kernels, tiles
-from kernels.ops.gpu_overlap import early, wait_for_earlier
 from kernels.ops.gpu_quant import norm_twin
 from kernels.ops.hyper import COEFFICIENTS, STREAMS, Coefficients, coefficients, collapse, mean_square, update
 from kernels.ops.quant import fp8_round_trip as fp8_round_trip_twin
@@ -109,7 +108,7 @@ def enter(
     slice, so that a token's bits do not depend on how many there are; else by the library, several times as fast.
     restates: write the input under one scale a row, too.  beside: where the library's products and this sublayer's own
     coefficients are made, which nobody asks for before the sublayer ends; what it still does is waited for first, and
-    `made` must not be read before `joined`.
+    `made` must not be read before it has joined.
     """
     tokens, _, hidden = streams.shape
     check(streams.dtype == torch.bfloat16 and streams.is_contiguous(), "streams are bf16, end to end")
@@ -117,7 +116,8 @@ def enter(
     mixed_by = before.pre if pre is None else pre
     if not runs_kernels(streams):
         return _enter_twin(streams, output, before, weights, mixed_by, restates=restates)
-    joined(beside)
+    if beside is not None:
+        beside.join()
     after = streams if output is None else torch.empty_like(streams)
     mixed = torch.empty(tokens, hidden, dtype=streams.dtype, device=streams.device)
     sums, squares = _go_over(
@@ -177,7 +177,6 @@ def _go_over(
         COUNT=ROWS,
         num_warps=cut.warps,
         num_stages=1,
-        **early(streams),
     )
     return sums, squares
 
@@ -235,7 +234,6 @@ def _finish(
         ENTERS=enters,
         BLOCK=block,
         num_warps=min(max(block // 1024, 1), 8),
-        **early(mixed),
     )
 
 
@@ -275,7 +273,6 @@ def leave(streams: Tensor, output: Tensor, made: Coefficients) -> Tensor:
         COUNT=ROWS,
         num_warps=FEW.warps,
         num_stages=1,
-        **early(streams),
     )
     return after
 
@@ -329,9 +326,7 @@ def _slice_kernel(  # noqa: C901 - the branches are choices at compile time
     SLICE: tl.constexpr,
     STEP: tl.constexpr,
     COUNT: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ) -> None:
-    wait_for_earlier(OVERLAP)
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     is_token = token < tokens
     part = tl.program_id(1)
@@ -413,9 +408,7 @@ def _finish_kernel(
     MIXES: tl.constexpr,
     ENTERS: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ) -> None:
-    wait_for_earlier(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, SLICES_BLOCK)
     is_part = part < SLICES
@@ -456,4 +449,4 @@ def _finish_kernel(
         values = tl.reshape(fp8_round_trip(tl.reshape(values, (1, BLOCK)), BLOCK // 32), (BLOCK,))
         tl.store(rounded + token * HIDDEN + column, values.to(tl.bfloat16), mask=mine)
         if RESTATES:
-            write_spans(values, token, data, row_scale, tokens, HIDDEN, BLOCK, BLOCK)
+            write_spans(values, token, data, row_scale, tokens, HIDDEN, BLOCK, BLOCK, False)

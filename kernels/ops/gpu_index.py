@@ -15,11 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.ops import gpu_index_hopper, gpu_index_units
+from kernels.ops import gpu_index_hopper
 from kernels.ops.gpu_formats import bf16, dot, e2m1_pairs, high_bf16, low_bf16, power
-from kernels.ops.gpu_index_units import restated_queries
+from kernels.ops.gpu_index_hopper import restated_queries
 from kernels.ops.gpu_launch import INTERPRETED, check, power_of_two, runs_kernels, tiles
-from kernels.ops.gpu_overlap import early, wait_for_earlier
 from kernels.ops.gpu_records import Section
 from kernels.ops.index import best, listed
 from kernels.ops.quant import IndexFp4
@@ -29,9 +28,7 @@ ENTRIES, CANDIDATES = 64, 128
 UNITS = 8
 """Products that one program makes."""
 HOPPER_UNITS = 16
-"""Of the kernel in Gluon. 32 are 1.5 % faster in a decode step of 256 rows, but leave half the GPU idle at one row."""
-ON_UNITS = False
-"""Whether that kernel multiplies on the fp8 units. Off until it has been timed on a GPU."""
+"""Of the kernel in Gluon. 32 are 1 % faster at most in a decode step of 256 rows, and leave half a GPU idle at one."""
 QUERIES = 4
 """Tokens per program: the rows of one sequence's verification step."""
 _BF16_MAX = torch.finfo(torch.bfloat16).max
@@ -144,15 +141,17 @@ def score_candidates(
 
 def _way(queries: Tensor, weights: Tensor, entries: int) -> tuple[Any, int, tuple[Tensor, Tensor], dict[str, int]]:
     """The kernel that scores, its programs' products, queries and weights as it reads them, and its cut."""
-    shape = (gpu_index_hopper.HEADS, gpu_index_hopper.SIZE)
-    fits = not INTERPRETED and tuple(queries.shape[1:]) == shape
-    if fits and torch.cuda.get_device_capability() == (9, 0):
+    if _fits_hopper(queries):
         named = {"ENTRIES": gpu_index_hopper.ENTRIES, "num_warps": 4}
-        if ON_UNITS:
-            return gpu_index_units.score_kernel, HOPPER_UNITS, restated_queries(queries, weights), named
-        return gpu_index_hopper.score_kernel, HOPPER_UNITS, (queries.view(torch.int32), weights), named
+        return gpu_index_hopper.score_kernel, HOPPER_UNITS, restated_queries(queries, weights), named
     named = {"ENTRIES": entries, "num_warps": max(min(entries // 16, 4), 1), "num_stages": 2}
     return _score_kernel, UNITS, (queries.view(torch.int32), weights), named
+
+
+def _fits_hopper(queries: Tensor) -> bool:
+    """Is this the GPU and are these the dimensions that the kernel in Gluon is made for?"""
+    is_hopper = not INTERPRETED and torch.cuda.get_device_capability() == (9, 0)
+    return is_hopper and tuple(queries.shape[1:]) == (gpu_index_hopper.HEADS, gpu_index_hopper.SIZE)
 
 
 SELECT_STEP, SELECT_WARPS = 4096, 8
@@ -196,7 +195,6 @@ def select(scores: Tensor, seen: Tensor, *, count: int, by_maxima: bool | None =
             GROUP=GROUP,
             STEP=min(power_of_two(groups), MAXIMA_STEP),
             num_warps=MAXIMA_WARPS,
-            **early(scores),
         )
         return out
     _select_kernel[(rows,)](
@@ -207,7 +205,6 @@ def select(scores: Tensor, seen: Tensor, *, count: int, by_maxima: bool | None =
         **named,
         STEP=min(power_of_two(width), SELECT_STEP),
         num_warps=SELECT_WARPS,
-        **early(scores),
     )
     return out
 
@@ -247,7 +244,6 @@ def locate(
         MAPPED=candidates is not None,
         BLOCK_SIZE=block_size,
         num_warps=4,
-        **early(chosen),
     )
     return entries, where, counts
 
@@ -400,9 +396,7 @@ def _select_kernel(
     COUNT: tl.constexpr,
     COUNT_BLOCK: tl.constexpr,
     STEP: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ) -> None:
-    wait_for_earlier(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     end = tl.minimum(tl.load(seen + row), width)
     scores += row * width
@@ -482,14 +476,12 @@ def _select_by_maxima_kernel(  # noqa: PLR0915 - one kernel is one function
     LISTED: tl.constexpr,
     GROUP: tl.constexpr,
     STEP: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ) -> None:
     """COUNT groups reach the COUNT-th highest maximum, so COUNT keys do: none below it is among the best.
 
     Groups above that bound are fewer than COUNT, and of those at it the first COUNT hold as many keys of that level as
     there can be room for: the best are in 2 * COUNT groups, which are few enough for registers.
     """
-    wait_for_earlier(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     end = tl.minimum(tl.load(seen + row), width)
     used = tl.cdiv(end, GROUP)
@@ -572,9 +564,7 @@ def _locate_kernel(
     PER_BLOCK: tl.constexpr,
     MAPPED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ) -> None:
-    wait_for_earlier(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, BLOCK)
     span = tl.load(spans + token).to(tl.int64)

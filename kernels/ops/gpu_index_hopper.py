@@ -1,33 +1,116 @@
-"""How are index keys scored on Hopper without touching shared memory on their way to the matrix units?
+"""How are index keys scored on Hopper, without touching shared memory on their way to the fp8 units?
 
-The scores of `kernels.ops.gpu_index` in Gluon, Triton's language of explicit layouts, for index keys of 128 values. A
-key's 64 bytes are read by four lanes, 16 each, which is how the matrix units want their first operand in registers once
-the order of a key's values is turned; the queries, in shared memory, are laid down in that order. Keys are fetched two
-turns ahead. Triton's interpreter does not run Gluon: there, and on other GPUs, the kernel in Triton does the same.
+The scores of `kernels.ops.gpu_index` in Gluon, Triton's language of explicit layouts, for index keys of 128 values, as
+e4m3 under one power of two each: e2m1 times powers of two are e4m3 values, exactly where a key's four powers are at
+most 11 binades apart; of a group farther below, values are nothing. A key's nibbles choose among eight bytes, four in
+two instructions. Its 64 bytes are read by four lanes, 16 each, which is how the matrix units want their first operand
+in registers once the order of a key's values is turned; the queries, in shared memory, are laid down in that order.
+Keys are fetched two turns ahead.
+
+The units add with about 14 bits, so a score may differ from the twin's in the last bit of its bf16; it depends on its
+own query and key alone. Triton's interpreter does not run Gluon: there, and on other GPUs, the kernel in Triton does
+the same in bf16.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
 from __future__ import annotations
 
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from kernels.ops.gpu_words import e2m1_words
+from kernels.ops.gpu_formats import e4m3_bits, exponents, power
+from kernels.ops.gpu_launch import tiles
+from kernels.ops.gpu_words import e2m1_bytes
 
 HEADS, SIZE, ENTRIES = 32, 128, 64
 """Heads and their size that the kernel is made for, and keys a turn."""
+_ROWS = 32
+"""Queries of a program that restates them."""
+_HALVED = 2.0**-7
+"""Keys are multiplied under 2^6, so that their largest value is 6 * 2^6, and products come twice."""
+MOST_BINADES = gl.constexpr(11)
+QUERY_FLOOR = tl.constexpr(2.0**-60)
+
+
+def restated_queries(queries: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """What the kernel reads: e4m3 like the queries, in the order of its operand, and what their products are worth.
+
+    queries: [tokens, HEADS, SIZE] bf16.  weights: [tokens, HEADS] fp32.
+    """
+    data, factors = torch.empty(queries.shape, dtype=torch.uint8, device=queries.device), torch.empty_like(weights)
+    rows = weights.numel()
+    if rows:
+        _restate_kernel[(tiles(rows, _ROWS),)](
+            queries, weights, data, factors, rows, SIZE=SIZE, ROWS=_ROWS, HALVED=_HALVED, num_warps=4
+        )
+    return data.view(torch.float8_e4m3fn), factors
+
+
+@triton.jit
+def _restate_kernel(
+    queries: tl.tensor,
+    weights: tl.tensor,
+    data: tl.tensor,
+    factors: tl.tensor,
+    rows: tl.tensor,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    HALVED: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    mine = (row < rows)[:, None]
+    column = tl.arange(0, SIZE)
+    values = tl.load(queries + row[:, None] * SIZE + column[None, :], mask=mine, other=0.0).to(tl.float32)
+    exponent = exponents(tl.max(tl.abs(values), axis=1), QUERY_FLOOR, 448.0)
+    bits = e4m3_bits(values * power(254 - exponent)[:, None])
+    place = (column // 8 % 4) * 32 + (column // 4 % 2) * 16 + column // 32 * 4 + column % 4
+    tl.store(data + row[:, None] * SIZE + place[None, :], bits, mask=mine)
+    own = tl.load(weights + row, mask=row < rows, other=0.0)
+    tl.store(factors + row, own * power(exponent) * HALVED, mask=row < rows)
 
 
 @gluon.jit
-def _operand(first: gl.tensor, then: gl.tensor, operand: gl.constexpr) -> gl.tensor:
-    """Two bf16 in an int32, [keys, 16] of bytes 0, 1 and 2, 3 of a word -> [keys, 64] as lanes hold them."""
+def _power(exponent: gl.tensor) -> gl.tensor:
+    return (exponent << 23).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _tables(exponent: gl.tensor) -> gl.tuple:
+    """Of each key its largest power, [keys] fp32; of each of its groups the e4m3 bytes of e2m1's magnitudes.
+
+    exponent: [keys, groups], biased.  Bytes: two int32 like it, a power of two more adding 8 to each but zero's.
+    """
+    wide = exponent.to(gl.int32)
+    largest = gl.max(wide, axis=1)
+    below = largest[:, None] - wide
+    is_near = below <= MOST_BINADES
+    low = gl.where(is_near, 0x3C383000 + (6 - below) * 0x08080800, 0)
+    high = gl.where(is_near, 0x4C484440 + (6 - below) * 0x08080808, 0)
+    return _power(largest), low, high
+
+
+@gluon.jit
+def _spread(each: gl.tensor, WORDS: gl.constexpr) -> gl.tensor:
+    """[keys, 4] -> [keys, 16] in the layout of the words."""
+    wide = gl.expand_dims(each, 2).broadcast_to([each.shape[0], 4, 4])
+    return gl.convert_layout(wide.reshape([each.shape[0], 16]), WORDS)
+
+
+@gluon.jit
+def _operand(first: gl.tensor, last: gl.tensor, operand: gl.constexpr) -> gl.tensor:
+    """Values 0 to 3 and 4 to 7 of each word, [keys, 16] int32 -> [keys, 128] e4m3 as lanes hold them."""
     keys: gl.constexpr = first.shape[0]
-    words = gl.join(first, then)
-    low = words.to(gl.int16).to(gl.bfloat16, bitcast=True)
-    high = (words >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
-    parts = gl.join(low, high).reshape([keys, 4, 4, 2, 2]).permute((0, 2, 3, 1, 4))
-    return gl.convert_layout(parts.reshape([keys, 64]), operand)
+    words = gl.join(first, last)
+    even = gl.join(words.to(gl.uint8), (words >> 16).to(gl.uint8))
+    odd = gl.join((words >> 8).to(gl.uint8), (words >> 24).to(gl.uint8))
+    # [keys, lane, word, half, byte's high bit, its low bit] -> word, half, lane, byte.
+    parts = gl.join(even, odd).reshape([keys, 4, 4, 2, 2, 2]).permute((0, 2, 3, 1, 4, 5))
+    return gl.convert_layout(parts.reshape([keys, 128]).to(gl.float8e4nv, bitcast=True), operand)
 
 
 @gluon.jit
@@ -113,7 +196,7 @@ def _keep(
 
 
 @gluon.jit
-def score_kernel(  # noqa: PLR0915 - one pass over the keys
+def score_kernel(
     queries: gl.tensor,
     weights: gl.tensor,
     pool: gl.tensor,
@@ -150,10 +233,10 @@ def score_kernel(  # noqa: PLR0915 - one pass over the keys
         [64, 4, 4],
     )
     GROUPS: gl.constexpr = gl.SliceLayout(2, SPREAD)
-    PRODUCTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, PRODUCTS, 2)
-    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    LAID: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    PRODUCTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, PRODUCTS, 4)
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
+    LAID: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
 
     if CANDIDATES > 0:
         first = gl.program_id(0).to(gl.int64)
@@ -169,15 +252,12 @@ def score_kernel(  # noqa: PLR0915 - one pass over the keys
     most = gl.max(sees, axis=0)
     start = gl.program_id(1) * (ENTRIES * UNITS)
     if CANDIDATES > 0 or start < most:
-        even_smem = gl.allocate_shared_memory(gl.bfloat16, [ROWS, 64], SHARED)
-        odd_smem = gl.allocate_shared_memory(gl.bfloat16, [ROWS, 64], SHARED)
+        smem = gl.allocate_shared_memory(gl.float8e4nv, [ROWS, SIZE], SHARED)
         row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAID))
-        column = gl.arange(0, 64, layout=gl.SliceLayout(0, LAID))
-        pair = ((column >> 1) & 3) * 16 + (column >> 4) * 4 + ((column >> 3) & 1) * 2 + (column & 1)
+        column = gl.arange(0, SIZE, layout=gl.SliceLayout(0, LAID))
         is_row = row // HEADS < num
-        pairs = gl.load(queries + (first * HEADS + row[:, None]) * 64 + pair[None, :], mask=is_row[:, None], other=0)
-        even_smem.store((pairs << 16).to(gl.float32, bitcast=True).to(gl.bfloat16))
-        odd_smem.store((pairs & -65536).to(gl.float32, bitcast=True).to(gl.bfloat16))
+        place = (first * HEADS + row[:, None]) * SIZE + column[None, :]
+        smem.store(gl.load(queries + place, mask=is_row[:, None], other=0.0))
         fence_async_shared()
         of_row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, PRODUCTS))
         factor = gl.load(weights + first * HEADS + of_row, mask=of_row // HEADS < num, other=0.0)[None, :]
@@ -218,13 +298,10 @@ def score_kernel(  # noqa: PLR0915 - one pass over the keys
             GROUPS,
         )
         for unit in range(UNITS):
-            scale = exponent.to(gl.int32) << 7
-            scale = gl.expand_dims(scale | (scale << 16), 2).broadcast_to([ENTRIES, 4, 4])
-            scale = gl.convert_layout(scale.reshape([ENTRIES, 16]), WORDS)
-            low_first, low_then, high_first, high_then = e2m1_words(four, scale)
-            low, high = _operand(low_first, low_then, OPERAND), _operand(high_first, high_then, OPERAND)
-            products = warpgroup_mma(low, even_smem.permute((1, 0)), none, use_acc=False, is_async=True)
-            products = warpgroup_mma(high, odd_smem.permute((1, 0)), products, is_async=True)
+            scale, low, high = _tables(exponent)
+            first_four, last_four = e2m1_bytes(four, _spread(low, WORDS), _spread(high, WORDS))
+            keys = _operand(first_four, last_four, OPERAND)
+            products = warpgroup_mma(keys, smem.permute((1, 0)), none, use_acc=False, is_async=True)
             four, exponent = next_four, next_exponent
             next_four, next_exponent = _fetch(
                 pool,
@@ -242,9 +319,13 @@ def score_kernel(  # noqa: PLR0915 - one pass over the keys
                 WORDS,
                 GROUPS,
             )
-            products, low, high = warpgroup_mma_wait(0, deps=[products, low, high])
-            products = gl.maximum(products, 0.0) * factor
-            summed = gl.sum(products.reshape([ENTRIES, QUERIES, HEADS]), axis=2).to(gl.bfloat16).to(gl.float32)
+            # The operand's registers are these words'; a wait takes no values of eight bits.
+            products, first_four, last_four = warpgroup_mma_wait(0, deps=[products, first_four, last_four])
+            # Twice what is above zero, by units that are twice as many as those for a maximum.
+            products = (products + gl.abs(products)) * factor
+            summed = gl.sum(products.reshape([ENTRIES, QUERIES, HEADS]), axis=2)
+            summed *= gl.convert_layout(scale, gl.SliceLayout(1, summed.type.layout))[:, None]
+            summed = summed.to(gl.bfloat16).to(gl.float32)
             _keep(
                 summed,
                 sees,

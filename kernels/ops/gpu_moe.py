@@ -17,17 +17,13 @@ from torch import Tensor
 from kernels.ops.gpu_formats import bf16
 from kernels.ops.gpu_grouped import Groups
 from kernels.ops.gpu_launch import check, power_of_two, runs_kernels, tiles
-from kernels.ops.gpu_overlap import early, wait_for_earlier
 from kernels.ops.router import Routes
 from kernels.ops.router import route as route_twin
 
 CHUNK = 128
 """Slots that one program counts."""
-FEWER_LAUNCHES = False
-"""Whether routing also says where experts are, and few slots are sorted by one kernel. Off until a step has been timed
-with it on a GPU."""
 _MOST_AT_ONCE, _MOST_EXPERTS = 2048, 15
-"""Slots and experts that one program sorts."""
+"""Slots and experts that one program sorts: launches cost a decode step more than a GPU that is idle but for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +41,15 @@ def route(
     bias: Tensor,
     image_bias: Tensor | None,
     is_image: Tensor | None,
+    placed: Placed,
     *,
     top_k: int,
     scaling: float,
-    placed: Placed | None = None,
 ) -> Routes:
     """Choose by biased affinity, weigh by the affinity itself; of equal ones the lower expert first.
 
     logits: [tokens, experts] fp32, contiguous.  bias, image_bias: [experts] fp32.  is_image: [tokens] bool; None =
-    none.  Experts come as int32; where they are placed, as what they are here.
+    none.  Experts come as int32, as what they are here: -1 for those elsewhere.
     """
     tokens, experts = logits.shape
     check(logits.dtype == torch.float32 and logits.is_contiguous(), "logits are fp32, end to end")
@@ -62,7 +58,8 @@ def route(
         if is_image is not None and image_bias is not None:
             biases = torch.where(is_image.unsqueeze(1), image_bias, bias)
         routes = route_twin(logits, biases, top_k=top_k, scaling=scaling)
-        return Routes(_placed_twin(routes.experts, placed), routes.weights)
+        here = routes.experts.int() if placed.rows is None else placed.rows[routes.experts.long()]
+        return Routes(torch.where(placed.lines[:, None] >= 0, here, -1), routes.weights)
     chosen = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
     has_images = is_image is not None and image_bias is not None
@@ -71,8 +68,8 @@ def route(
         bias,
         image_bias if has_images else bias,
         is_image if has_images else bias,
-        None if placed is None else placed.rows,
-        None if placed is None else placed.lines,
+        placed.rows,
+        placed.lines,
         chosen,
         weights,
         scaling,
@@ -81,20 +78,10 @@ def route(
         TOP=top_k,
         SLOTS=power_of_two(top_k),
         IMAGES=has_images,
-        PLACED=placed is not None,
-        MAPPED=placed is not None and placed.rows is not None,
+        MAPPED=placed.rows is not None,
         num_warps=1,
-        **early(logits),
     )
     return Routes(chosen, weights)
-
-
-def _placed_twin(experts: Tensor, placed: Placed | None) -> Tensor:
-    here = experts.int()
-    if placed is None:
-        return here
-    here = here if placed.rows is None else placed.rows[experts.long()]
-    return torch.where(placed.lines[:, None] >= 0, here, -1)
 
 
 def group(experts: Tensor, *, num_experts: int, first_expert: int = 0) -> Groups:
@@ -111,7 +98,7 @@ def group(experts: Tensor, *, num_experts: int, first_expert: int = 0) -> Groups
     order, sources, places = (torch.empty(slots, dtype=torch.int32, device=device) for _ in range(3))
     ends = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
     made = Groups(ends[:num_experts], sources, order, places)
-    if FEWER_LAUNCHES and slots <= _MOST_AT_ONCE and num_experts <= _MOST_EXPERTS:
+    if slots <= _MOST_AT_ONCE and num_experts <= _MOST_EXPERTS:
         _sort(flat, ends, made, first_expert, num_experts, top_k)
         return made
     chunks = tiles(slots, CHUNK)
@@ -127,7 +114,6 @@ def group(experts: Tensor, *, num_experts: int, first_expert: int = 0) -> Groups
         BLOCK=block,
         SLOTS=CHUNK,
         num_warps=8,
-        **early(flat),
     )
     _prefix_kernel[(1,)](
         counts,
@@ -137,7 +123,6 @@ def group(experts: Tensor, *, num_experts: int, first_expert: int = 0) -> Groups
         BLOCK=block,
         STEP=max(min(8192 // block, 64), 1),
         num_warps=8,
-        **early(flat),
     )
     _place_kernel[(chunks,)](
         flat,
@@ -154,7 +139,6 @@ def group(experts: Tensor, *, num_experts: int, first_expert: int = 0) -> Groups
         SLOTS=CHUNK,
         TOP=top_k,
         num_warps=4,
-        **early(flat),
     )
     return made
 
@@ -185,7 +169,6 @@ def _sort(flat: Tensor, ends: Tensor, made: Groups, first_expert: int, num_exper
         SLOTS=power_of_two(slots),
         TOP=top_k,
         num_warps=16,
-        **early(flat),
     )
 
 
@@ -229,7 +212,6 @@ def combine(
         PLACED=places is not None,
         BLOCK=block,
         num_warps=4,
-        **early(by_slot),
     )
     return out
 
@@ -250,11 +232,8 @@ def _route_kernel(
     TOP: tl.constexpr,
     SLOTS: tl.constexpr,
     IMAGES: tl.constexpr,
-    PLACED: tl.constexpr,
     MAPPED: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ) -> None:
-    wait_for_earlier(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
     known = expert < EXPERTS
@@ -289,8 +268,7 @@ def _route_kernel(
         biased = tl.where(expert == best, float("-inf"), biased)
     if MAPPED:
         experts = tl.load(rows + experts)
-    if PLACED:
-        experts = tl.where(tl.load(lines + token) >= 0, experts, -1)
+    experts = tl.where(tl.load(lines + token) >= 0, experts, -1)
     tl.store(chosen + token * TOP + slot, experts, mask=slot < TOP)
     shares = tl.div_rn(own, tl.zeros((SLOTS,), tl.float32) + (total + 1e-20))
     tl.store(weights + token * TOP + slot, shares * scaling, mask=slot < TOP)
@@ -312,9 +290,7 @@ def _count_kernel(
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
     SLOTS: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ) -> None:
-    wait_for_earlier(OVERLAP)
     chunk = tl.program_id(0)
     slot = chunk * SLOTS + tl.arange(0, SLOTS)
     local = _local(flat, slot, slots, first, EXPERTS)
@@ -336,10 +312,8 @@ def _prefix_kernel(
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ) -> None:
     """Counts become how many slots of an expert stand in earlier chunks."""
-    wait_for_earlier(OVERLAP)
     index = tl.arange(0, BLOCK)
     step = tl.arange(0, STEP)
     total = tl.zeros((BLOCK,), tl.int32)
@@ -368,9 +342,7 @@ def _place_kernel(
     BLOCK: tl.constexpr,
     SLOTS: tl.constexpr,
     TOP: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ) -> None:
-    wait_for_earlier(OVERLAP)
     chunk = tl.program_id(0)
     slot = chunk * SLOTS + tl.arange(0, SLOTS)
     is_real = slot < slots
@@ -397,10 +369,8 @@ def _sort_kernel(
     BLOCK: tl.constexpr,
     SLOTS: tl.constexpr,
     TOP: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ) -> None:
     """All of it by one program."""
-    wait_for_earlier(OVERLAP)
     slot, index = tl.arange(0, SLOTS), tl.arange(0, BLOCK)
     is_real = slot < slots
     local = _local(flat, slot, slots, first, EXPERTS)
@@ -428,9 +398,7 @@ def _combine_kernel(
     MASKED: tl.constexpr,
     PLACED: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ) -> None:
-    wait_for_earlier(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mine = column < HIDDEN

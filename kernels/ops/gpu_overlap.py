@@ -17,19 +17,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.ops import gpu_launch  # noqa: F401 - it turns Triton to the interpreter where there is no GPU
 
-V41_STARTS_EARLY = False
-"""Whether V4.1's own kernels are launched so. Off until a step has been timed with it on a GPU."""
-
 
 def overlaps(x: Tensor) -> bool:
     """Whether kernels on x's device can be launched so: what OVERLAP and launch_pdl are given."""
     return x.is_cuda and _is_sm90(x.device.index or 0)
-
-
-def early(x: Tensor) -> dict[str, bool]:
-    """OVERLAP and launch_pdl of a launch by V4.1."""
-    starts_early = V41_STARTS_EARLY and overlaps(x)
-    return {"OVERLAP": starts_early, "launch_pdl": starts_early}
 
 
 @cache

@@ -30,7 +30,6 @@ from kernels.ops.gpu_formats import (
     power,
 )
 from kernels.ops.gpu_launch import check, runs_kernels
-from kernels.ops.gpu_overlap import early, wait_for_earlier
 from kernels.ops.gpu_quant import norm_twin
 from kernels.ops.quant import IndexFp4, MainFp4, WindowFp8
 from kernels.ops.rope import rotate_last
@@ -81,7 +80,6 @@ def window_records(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, *, eps: 
         PAIRS=cos.shape[1],
         RECORD=codec.record_bytes,
         num_warps=2,
-        **early(x),
     )
     return out
 
@@ -110,7 +108,6 @@ def store_ring(records: Tensor, ring: Section, tokens: Tensor, slots: Tensor, pl
             RECORD=ring.record_bytes // size,
             BLOCK=triton.next_power_of_2(ring.record_bytes // size),
             num_warps=1,
-            **early(records),
         )
 
 
@@ -158,7 +155,6 @@ def compress_entries(
             SIZE=size,
             PAIRED=ring is not None,
             num_warps=2,
-            **early(projected),
         )
     return out
 
@@ -187,7 +183,6 @@ def store_main(latents: Tensor, cos: Tensor, sin: Tensor, main: Section, blocks:
             PAIRS=cos.shape[1],
             RECORD=main.record_bytes,
             num_warps=2,
-            **early(latents),
         )
 
 
@@ -230,7 +225,6 @@ def store_index(
             SIZE=size,
             PAIRS=cos.shape[1],
             num_warps=1,
-            **early(x),
         )
 
 
@@ -246,7 +240,7 @@ def index_queries(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         turned = rotate_last(x.float(), cos, sin).bfloat16().float()
         return codec.decode(codec.encode(turned.view(-1, size))).view(x.shape).bfloat16()
     out = torch.empty_like(x)
-    _query_kernel[(tokens, heads)](x, cos, sin, out, SIZE=size, PAIRS=cos.shape[1], num_warps=1, **early(x))
+    _query_kernel[(tokens, heads)](x, cos, sin, out, SIZE=size, PAIRS=cos.shape[1], num_warps=1)
     return out
 
 
@@ -280,9 +274,7 @@ def _window_kernel(
     SIZE: tl.constexpr,
     PAIRS: tl.constexpr,
     RECORD: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ) -> None:
-    wait_for_earlier(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     HALF: tl.constexpr = SIZE // 2
     GROUPS: tl.constexpr = SIZE // 32
@@ -313,9 +305,7 @@ def _ring_kernel(
     offset: tl.tensor,
     RECORD: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ) -> None:
-    wait_for_earlier(OVERLAP)
     index = tl.program_id(0)
     slot = tl.load(slots + index)
     unit = tl.arange(0, BLOCK)
@@ -339,9 +329,7 @@ def _compress_kernel(
     offset: tl.tensor,
     SIZE: tl.constexpr,
     PAIRED: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ) -> None:
-    wait_for_earlier(OVERLAP)
     entry = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, SIZE)
     if PAIRED:
@@ -380,9 +368,7 @@ def _main_kernel(
     SIZE: tl.constexpr,
     PAIRS: tl.constexpr,
     RECORD: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ) -> None:
-    wait_for_earlier(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     HALF: tl.constexpr = SIZE // 2
     GROUPS: tl.constexpr = SIZE // 16
@@ -417,9 +403,7 @@ def _index_kernel(
     eps: tl.tensor,
     SIZE: tl.constexpr,
     PAIRS: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ) -> None:
-    wait_for_earlier(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     HALF: tl.constexpr = SIZE // 2
     GROUPS: tl.constexpr = SIZE // 32
@@ -450,9 +434,7 @@ def _query_kernel(
     out: tl.tensor,
     SIZE: tl.constexpr,
     PAIRS: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ) -> None:
-    wait_for_earlier(OVERLAP)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     HALF: tl.constexpr = SIZE // 2
     GROUPS: tl.constexpr = SIZE // 32

@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from kernels.ops.gpu_words import e2m1_words, e4m3_words
+from kernels.ops.gpu_words import as_e4m3, e2m1_words, e4m3_words
 
 ROWS, SIZE, KEYS, WARPS = 64, 512, 64, 8
 """Heads and their size that the kernel is made for, keys a turn, and its warps."""
@@ -173,14 +173,6 @@ def _ratio(largest: gl.tensor) -> gl.tensor:
 @gluon.jit
 def _largest(low: gl.tensor, high: gl.tensor) -> gl.tensor:
     return gl.max(gl.maximum(gl.abs(low), gl.abs(high)), axis=1)
-
-
-@gluon.jit
-def _e4m3_pairs(low: gl.tensor, high: gl.tensor) -> gl.tensor:
-    """Two e4m3 in an int16."""
-    first = low.to(gl.float8e4nv).to(gl.uint8, bitcast=True).to(gl.int16)
-    then = high.to(gl.float8e4nv).to(gl.uint8, bitcast=True).to(gl.int16)
-    return first | (then << 8)
 
 
 @gluon.jit
@@ -427,7 +419,7 @@ def attend_kernel(  # noqa: C901, PLR0912, PLR0915 - one pass over the keys
             row = head // PER_GROUP * (rows // (HEADS // PER_GROUP)) + token
             inside = head % PER_GROUP
             place = out + row.to(gl.int64)[:, None] * (PER_GROUP * HALF) + inside[:, None] * HALF + pair[None, :]
-            gl.store(place - CHUNK, _e4m3_pairs(low_before * inverse, high_before * inverse))
-            gl.store(place, _e4m3_pairs(low * inverse, high * inverse))
+            gl.store(place - CHUNK, as_e4m3(low_before * inverse, high_before * inverse))
+            gl.store(place, as_e4m3(low * inverse, high * inverse))
             span = inside * (HALF // (2 * CHUNK)) + chunk // 2
             gl.store(spans + span * rows + row, _power(exponent))

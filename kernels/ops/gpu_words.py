@@ -87,6 +87,22 @@ def e4m3_words(four: gl.tensor, scale: gl.tensor) -> gl.tuple:
 
 
 @gluon.jit
+def as_e4m3(low: gl.tensor, high: gl.tensor) -> gl.tensor:
+    """Two fp32, each rounded to the nearest e4m3 (at most 448), in an int16: the first in its low byte.
+
+    One instruction: bytes that are put together by shifts were wrong in every second pair as compiled by Triton 3.6.
+    """
+    return gl.inline_asm_elementwise(
+        "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;",
+        "=h,f,f",
+        [low, high],
+        dtype=gl.int16,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
 def e2m1_bytes(four: gl.tensor, low: gl.tensor, high: gl.tensor) -> gl.tuple:
     """Four bytes, eight e2m1, as e4m3: values 0 to 3 in one int32, 4 to 7 in another.
 
@@ -112,6 +128,43 @@ def e2m1_bytes(four: gl.tensor, low: gl.tensor, high: gl.tensor) -> gl.tuple:
         """,
         "=&r,=&r,r,r,r",
         [four, low, high],
+        dtype=(gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def e2m1_halves(
+    four: gl.tensor, low_near: gl.tensor, high_near: gl.tensor, low_far: gl.tensor, high_far: gl.tensor
+) -> gl.tuple:
+    """Four bytes, eight e2m1, as e4m3: low nibbles in one int32, high ones in another.
+
+    low_near, high_near: e4m3 bytes of the magnitudes 0, 1/2, 1, 3/2 and 2, 3, 4, 6 under the scale of the low nibbles;
+    low_far, high_far: of the high ones.
+    """
+    return gl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 a, b, s;
+        and.b32 a, $2, 0x07070707;
+        shr.u32 b, a, 4;
+        or.b32 a, a, b;
+        prmt.b32 a, a, 0, 0x4420;
+        prmt.b32 a, $3, $4, a;
+        shl.b32 s, $2, 4;
+        lop3.b32 $0, s, 0x80808080, a, 0xEA;
+        shr.u32 b, $2, 4;
+        and.b32 a, b, 0x07070707;
+        shr.u32 b, a, 4;
+        or.b32 a, a, b;
+        prmt.b32 a, a, 0, 0x4420;
+        prmt.b32 a, $5, $6, a;
+        lop3.b32 $1, $2, 0x80808080, a, 0xEA;
+        }
+        """,
+        "=&r,=&r,r,r,r,r,r",
+        [four, low_near, high_near, low_far, high_far],
         dtype=(gl.int32, gl.int32),
         is_pure=True,
         pack=1,

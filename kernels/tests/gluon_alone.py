@@ -7,8 +7,9 @@ found. Products are made when they are asked for, or when they are waited for: a
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -131,16 +132,129 @@ def e2m1_bytes(four, low, high):
     return tuple(made)
 
 
+def e2m1_halves(four, *tables):
+    """Likewise, the bytes that low nibbles choose from the first two tables, and high ones from the others."""
+    made = []
+    for first, (low, high) in ((0, tables[:2]), (4, tables[2:])):
+        both = (low.long() & 0xFFFFFFFF) | (high.long() << 32)
+        word = torch.zeros_like(both)
+        for at in range(4):
+            nibble = (four.long() >> (8 * at + first)) & 15
+            byte = ((both >> (8 * (nibble & 7))) & 255) | ((nibble & 8) << 4)
+            word |= byte << (8 * at)
+        made.append(valued(word.to(torch.int32)))
+    return tuple(made)
+
+
 def e4m3_words(four, scale):
     """Likewise: bytes 0 and 2, then 1 and 3."""
     parts = [((four >> shift) & 255).to(torch.uint8).view(torch.float8_e4m3fn).float() for shift in range(0, 32, 8)]
     return pair(parts[0], parts[2], scale), pair(parts[1], parts[3], scale)
 
 
+def as_e4m3(low, high):
+    """Two in an int16; what is beyond the largest becomes it."""
+    low, high = (each.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).int() for each in (low, high))
+    return valued((low | (high << 8)).to(torch.int16))
+
+
 def pair(low, high, scale):
     factor = (scale << 16).view(torch.float32)
     low, high = ((each * factor).bfloat16().view(torch.int16).int() for each in (low, high))
     return valued((low & 0xFFFF) | (high << 16))
+
+
+@dataclass
+class Flag:
+    """A barrier: what it still waits for, and how often it has had all of it."""
+
+    count: int
+    arrived: int = 0
+    num_bytes: int = 0
+    completed: int = 0
+    copies: list[Callable[[], None]] = field(default_factory=list)
+
+
+class Engine:
+    """The tensor engine's copies, the barriers that count their bytes, and partitions of warps that meet at them.
+
+    Copies are made at once, or when somebody waits for them. A partition is a thread, and one runs at a time.
+    """
+
+    _PATIENCE_SECONDS = 20
+
+    def __init__(self, *, is_late: bool) -> None:
+        self._is_late = is_late
+        self._flags: dict[int, Flag] = {}
+        self._turn = threading.Condition()
+
+    def init(self, flag, count):
+        self._flags[flag.data.data_ptr()] = Flag(count)
+
+    def expect(self, flag, num_bytes):
+        known = self._flags[flag.data.data_ptr()]
+        known.num_bytes += num_bytes
+        self.arrive(flag, count=1)
+
+    def arrive(self, flag, count):
+        known = self._flags[flag.data.data_ptr()]
+        known.arrived += count
+        assert known.arrived <= known.count
+        self._complete(known)
+
+    def _complete(self, known: Flag) -> None:
+        if known.arrived == known.count and not known.num_bytes:
+            known.arrived, known.completed = 0, known.completed + 1
+            self._turn.notify_all()
+
+    def async_copy_global_to_shared(self, boxes, corner, flag, smem):
+        known = self._flags[flag.data.data_ptr()]
+        row, column = (int(each) for each in corner)
+        assert list(smem.data.shape) == boxes.block_shape
+
+        def copy() -> None:
+            """What lies beside the matrix is zeros."""
+            rows, columns = boxes.block_shape
+            box = boxes.base[row : row + rows, column : column + columns]
+            smem.data.zero_()
+            smem.data[: box.shape[0], : box.shape[1]] = box
+            known.num_bytes -= smem.data.nbytes
+            assert known.num_bytes >= 0, "more bytes than were expected"
+            self._complete(known)
+
+        smem.data.fill_(float("nan") if smem.data.is_floating_point() else -1)
+        known.copies.append(copy)
+        if not self._is_late:
+            known.copies.pop()()
+        self._turn.notify_all()
+
+    def wait(self, flag, phase):
+        known = self._flags[flag.data.data_ptr()]
+        while known.completed % 2 == int(phase):
+            if known.copies:
+                known.copies.pop(0)()
+            elif not self._turn.wait(self._PATIENCE_SECONDS):
+                raise AssertionError("nobody arrives at a barrier")
+
+    def specialize(self, functions_and_args, _worker_warps, _worker_registers):
+        """The others begin when this one waits."""
+        failed: list[BaseException] = []
+
+        def run(function, args) -> None:
+            with self._turn:
+                try:
+                    function(*args)
+                except BaseException as error:  # noqa: BLE001 - raised where all have ended
+                    failed.append(error)
+
+        workers = [threading.Thread(target=run, args=each, daemon=True) for each in functions_and_args[1:]]
+        for worker in workers:
+            worker.start()
+        run(*functions_and_args[0])
+        for worker in workers:
+            worker.join()
+        if failed:
+            raise failed[0]
 
 
 class Machine:
@@ -193,7 +307,7 @@ class Machine:
         return made[0] if len(made) == 1 else made
 
     def allocate(self, dtype, shape, _layout):
-        return Shared(torch.full(shape, float("nan"), dtype=dtype))
+        return Shared(torch.full(shape, float("nan") if dtype.is_floating_point else -1, dtype=dtype))
 
     def names(self) -> dict[str, Any]:
         def one(name: str) -> Callable[..., Any]:
@@ -221,17 +335,25 @@ class Machine:
             zeros=lambda shape, dtype, _layout: valued(torch.zeros(shape, dtype=dtype)),
             full_like=torch.full_like, div_rn=torch.div, max=torch.amax, where=where,
             load=self.load, store=self.store,
-            join=lambda a, b: torch.stack((a, b), dim=-1),
+            join=lambda a, b: torch.stack((a, b), dim=-1), split=lambda both: (both[..., 0], both[..., 1]),
             expand_dims=torch.unsqueeze,
             convert_layout=lambda value, _layout, assert_trivial=False: value,
+            num_warps=lambda: 8, thread_barrier=lambda: None,
+            associative_scan=lambda value, axis, _combine: value.cumsum(axis),
             static_range=range, static_assert=lambda _: None, allocate_shared_memory=self.allocate,
         )  # fmt: skip
+        engine = Engine(is_late=self._is_late)
+        language.warp_specialize = engine.specialize
         return {
             "gl": language,
+            "mbarrier": engine,
+            "tma": engine,
             "fence_async_shared": lambda: None,
             "warpgroup_mma": self.multiply,
             "warpgroup_mma_wait": self.wait,
+            "as_e4m3": as_e4m3,
             "e2m1_bytes": e2m1_bytes,
+            "e2m1_halves": e2m1_halves,
             "e2m1_words": e2m1_words,
             "e4m3_words": e4m3_words,
         }
@@ -266,7 +388,7 @@ def _kind(a: Any, b: Any) -> torch.dtype:
     """A number takes the type of the tensor beside it."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return torch.promote_types(a.dtype, b.dtype)
-    return a.dtype if isinstance(a, Tensor) else b.dtype
+    return next((each.dtype for each in (a, b) if isinstance(each, Tensor)), torch.int32)
 
 
 class Launcher:

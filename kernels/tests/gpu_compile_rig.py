@@ -29,7 +29,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from kernels.ops import gpu_grouped_fp8, gpu_sparse
+from kernels.ops import gpu_grouped_fp8, gpu_grouped_packed, gpu_sparse
 from kernels.ops.engram import hash_tables
 from kernels.ops.gpu_attention import CHUNK, LONG_PART_TOKENS, SINGLE
 from kernels.ops.gpu_attention import attend as attend_dense
@@ -37,11 +37,9 @@ from kernels.ops.gpu_engram import HashNumbers, add_memory, read_rows, table_row
 from kernels.ops.gpu_fp8 import RowScaled, SpanRows, gathered, norm_rows, span_rows, swiglu_rows
 from kernels.ops.gpu_grouped import Format, Groups, Weights, multiply, multiply_gated
 from kernels.ops.gpu_grouped_unpack import Powers, unpack
-from kernels.ops.gpu_hyper import MixingWeights, enter, leave
 from kernels.ops.gpu_index import Keys, locate, score, score_candidates, select
 from kernels.ops.gpu_linear import linear, linear_parts, linear_swiglu
 from kernels.ops.gpu_matmul import fp8_product
-from kernels.ops.gpu_moe import combine, group, route
 from kernels.ops.gpu_norm import add_rms_norm
 from kernels.ops.gpu_quant import norm_fp8, quantise_rows, round_fp8, swiglu_fp8
 from kernels.ops.gpu_records import (
@@ -58,8 +56,8 @@ from kernels.ops.gpu_sampler import NUM_ASKED, Adjustments, Features, adjust, dr
 from kernels.ops.gpu_sparse import Chosen, Windows, attend
 from kernels.ops.gpu_step import fill_tokens, update_tables
 from kernels.ops.gpu_swiglu import swiglu
-from kernels.ops.hyper import Coefficients
 from kernels.tests import gpu_v41_launches as launches
+from kernels.tests import gpu_v41_sublayers as sublayers
 from kernels.tests import gpu_v41_ways as ways
 from kernels.tests.gpu_layer_launches import one_kernel
 
@@ -331,18 +329,6 @@ def v41_index(source: int, *, heads: int = INDEX_HEADS) -> None:
     locate(i32(tokens, 512), keys, i32(tokens))
 
 
-def v41_routes(here: int) -> None:
-    """Experts chosen, sorted (all of them, or a rank's) and added up."""
-    tokens, images = 160, torch.empty(160, dtype=torch.bool)
-    route(fp32(tokens, EXPERTS), fp32(EXPERTS), None, None, top_k=TOP_K, scaling=1.5)
-    route(fp32(tokens, EXPERTS), fp32(EXPERTS), fp32(EXPERTS), images, top_k=TOP_K, scaling=1.5)
-    group(i32(tokens, TOP_K), num_experts=here, first_expert=EXPERTS - here)
-    slots = bf16(tokens * TOP_K, HIDDEN)
-    combine(slots, None, top_k=TOP_K)
-    for places in (None, i32(len(slots))):
-        combine(slots, bf16(tokens, HIDDEN), i32(tokens, TOP_K), top_k=TOP_K, places=places)
-
-
 def v41_experts(kind: Format, rows: int) -> None:
     """A rank's experts with so many rows each: gate and up, then down."""
     experts, slots = 7, 7 * rows
@@ -363,7 +349,12 @@ def v41_units(rows: int) -> None:
     experts, slots, kind = 7, 7 * rows, torch.float8_e4m3fn
     groups = Groups(i32(experts), i32(slots), i32(slots))
     packed = Weights("fp4", u8(experts, 2 * WIDTH, HIDDEN // 2), u8(experts, 2 * WIDTH, HIDDEN // 32), HIDDEN)
-    unpack(packed, Powers(u8(experts, 2 * WIDTH), fp32(experts, 2 * WIDTH), i32(64, 2), is_exact=True))
+    powers = Powers(u8(experts, 2 * WIDTH), fp32(experts, 2 * WIDTH), i32(64, 2), spread_binades=2)
+    unpack(packed, powers)
+    turned = gathered(SpanRows(torch.empty(rows, HIDDEN, dtype=kind), fp32(1, rows)), groups.sources, turns=True)
+    for cut in gpu_grouped_packed.CUTS:
+        gpu_grouped_packed.multiply(turned, packed, powers, groups.ends, cut=cut)
+    swiglu_rows(bf16(slots, 2 * WIDTH), groups.targets, fp32(slots), limit=10.0, turns=True)
     up = RowScaled(torch.empty(experts, 2 * WIDTH, HIDDEN, dtype=kind), fp32(experts, 2 * WIDTH))
     down = RowScaled(torch.empty(experts, HIDDEN, WIDTH, dtype=kind), fp32(experts, HIDDEN))
     x = span_rows(bf16(rows, HIDDEN), groups.sources, span=256)
@@ -378,16 +369,6 @@ def v41_fp8(tokens: int) -> None:
     """A dense matrix on the fp8 units."""
     weights = Weights("fp8", u8(1, 1280, HIDDEN), u8(1, 40, HIDDEN // 32), HIDDEN)
     fp8_product(torch.empty(tokens, HIDDEN, dtype=torch.float8_e4m3fn), u8(tokens, HIDDEN // 32), weights)
-
-
-def v41_streams(tokens: int, *, is_invariant: bool) -> None:
-    """Into a sublayer with and without an output of the one before, and out of it."""
-    before = Coefficients(fp32(tokens, 4), fp32(tokens, 4), fp32(tokens, 4, 4))
-    weights = MixingWeights(bf16(3, 32, 4 * HIDDEN), fp32(3), fp32(24), fp32(HIDDEN), EPS, 1e-6, 20)
-    streams, output = bf16(tokens, 4, HIDDEN), bf16(tokens, HIDDEN)
-    for given in (None, output):
-        enter(streams, given, before, weights, is_invariant=is_invariant, restates=not is_invariant)
-    leave(streams, output, before)
 
 
 def v41_memory() -> None:
@@ -430,7 +411,7 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
         yield f"v41 index {source} elsewhere", partial(v41_index, source, heads=16)
     yield "v41 layout", launches.layouts
     for here in (7, EXPERTS):
-        yield f"v41 routes {here}", partial(v41_routes, here)
+        yield f"v41 routes {here}", partial(sublayers.routes, here)
     kinds: tuple[Format, ...] = ("fp4", "fp8", "bf16")
     for kind in kinds:
         for rows in (4, 40, 400):
@@ -439,10 +420,9 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
     for tokens in (1, 300):
         yield f"v41 fp8 {tokens}", partial(v41_fp8, tokens)
     for tokens, is_invariant in ((8, False), (8, True), (4000, False)):
-        yield f"v41 streams {tokens} {is_invariant}", partial(v41_streams, tokens, is_invariant=is_invariant)
+        yield f"v41 streams {tokens} {is_invariant}", partial(sublayers.streams, tokens, is_invariant=is_invariant)
     yield "v41 memory", v41_memory
     yield "v41 ways", ways.launched
-    yield "v41 ways of index", partial(ways.with_index, partial(v41_index, 3))
     yield "v41 drafts", partial(launches.drafts, launches.real("fp4"), 64)
     yield from whole_steps()
 

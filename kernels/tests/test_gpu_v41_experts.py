@@ -16,7 +16,7 @@ from kernels.ops.quant import (
 
 pytest.importorskip("triton", reason="Triton, whose interpreter runs the kernels here, is not installed")
 
-from kernels.ops import gpu_fp8, gpu_grouped_fp8, gpu_grouped_unpack, gpu_moe
+from kernels.ops import gpu_fp8, gpu_grouped_fp8, gpu_moe
 from kernels.ops.gpu_fp8 import (
     RowScaled,
     SpanRows,
@@ -69,17 +69,18 @@ def test_tokens_are_routed_as_by_the_twin() -> None:
     bias, image_bias = torch.tensor([0.0, 0.5] * 5), draw(10, seed=1)
     images = torch.arange(9) % 4 == 0
     lines, rows = torch.arange(9).int() - 1, torch.tensor([0, -1, 1, 2, -1, 3, 4, 5, 6, -1]).int()
-    for arguments, placed in (
-        ((logits, bias, None, None), None),
-        ((logits, bias, image_bias, images), Placed(None, lines)),
-        ((logits, bias, None, None), Placed(rows, lines)),
+    for arguments in (
+        (logits, bias, image_bias, images, Placed(None, lines)),
+        (logits, bias, None, None, Placed(rows, lines)),
+        (logits, bias, None, None, Placed(None, lines)),
     ):
-        expected = route(*arguments, top_k=3, scaling=1.5, placed=placed)
+        expected = route(*arguments, top_k=3, scaling=1.5)
         with interpreted():
-            got = route(*arguments, top_k=3, scaling=1.5, placed=placed)
+            got = route(*arguments, top_k=3, scaling=1.5)
         assert torch.equal(expected.experts, got.experts)
         torch.testing.assert_close(expected.weights, got.weights, rtol=1e-5, atol=0)
-    assert [1, 3, 5] == route(logits, bias, None, None, top_k=3, scaling=1.5).experts[3].tolist()
+        assert [-1, -1, -1] == got.experts[0].tolist()
+    assert [1, 3, 5] == got.experts[3].tolist()
 
 
 @pytest.mark.parametrize(("first", "here", "is_one_launch"), [(0, 10, False), (3, 4, False), (3, 4, True)])
@@ -88,7 +89,7 @@ def test_slots_are_sorted_by_expert_in_the_order_of_tokens(
 ) -> None:
     """All experts, or a rank's own; padding rows stand behind the last."""
     monkeypatch.setattr(gpu_moe, "CHUNK", 16)
-    monkeypatch.setattr(gpu_moe, "FEWER_LAUNCHES", is_one_launch)
+    monkeypatch.setattr(gpu_moe, "_MOST_AT_ONCE", 69 if is_one_launch else 68)
     experts = torch.randint(0, 10, (23, 3), generator=torch.Generator().manual_seed(0)).int()
     experts[5], experts[experts == 4] = -1, 6
     expected = group(experts, num_experts=here, first_expert=first)
@@ -244,17 +245,13 @@ def test_products_of_restated_values_are_as_near_as_bf16() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spread_binades", [14, 15])
-def test_fp4_is_unpacked_exactly_where_a_row_s_powers_are_near_each_other(
-    spread_binades: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else it says so; the kernel writes its twin's bytes in any case, also by few programs."""
+def test_fp4_is_unpacked_exactly_where_a_row_s_powers_are_near_each_other(spread_binades: int) -> None:
+    """Else it says so; the kernel writes its twin's bytes in any case."""
     made = weights("fp4")
     made.scale[:, :, 0], made.scale[1, 5, 1] = 127, 127 - spread_binades
-    monkeypatch.setattr(gpu_grouped_unpack, "FEW_PROGRAMS", 2)
-    monkeypatch.setattr(gpu_grouped_unpack, "FEW_ROWS", 8)
     expected = unpack(made, powers_of(made))
     with interpreted():
-        got = unpack(made, powers_of(made), is_beside=spread_binades == 15)
+        got = unpack(made, powers_of(made))
 
     assert (spread_binades == 14) is powers_of(made).is_exact
     assert (spread_binades == 14) is all(torch.equal(made.dense(e), got.dense(e)) for e in range(EXPERTS))

@@ -1,7 +1,5 @@
 """The kernels in Gluon, which no interpreter runs: their source, run in Python, against the twins."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -10,10 +8,9 @@ from kernels.ops.quant import IndexFp4, MainFp4, WindowFp8
 pytest.importorskip("triton", reason="Triton, in whose language the kernels are written, is not installed")
 
 from kernels.models.gpu.v41.step import interleaved
-from kernels.ops import gpu_index, gpu_index_hopper, gpu_index_units, gpu_sparse, gpu_sparse_hopper
+from kernels.ops import gpu_index, gpu_index_hopper, gpu_sparse, gpu_sparse_hopper
 from kernels.ops.gpu_fp8 import span_rows
 from kernels.ops.gpu_index import Keys, score, score_candidates
-from kernels.ops.gpu_index_units import restated_queries
 from kernels.ops.gpu_launch import interpreted
 from kernels.ops.gpu_records import Section
 from kernels.ops.gpu_sparse import Chosen, Windows, attend, attend_groups
@@ -73,16 +70,8 @@ def test_a_token_attends_as_by_the_twin(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kernel", "is_late"),
-    [
-        (gpu_index_hopper.score_kernel, False),
-        (gpu_index_hopper.score_kernel, True),
-        (gpu_index_units.score_kernel, True),
-    ],
-    ids=["bf16", "bf16 late", "fp8 late"],
-)
-def test_entries_are_scored_as_by_the_twins(kernel: Any, is_late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_late", [False, True])
+def test_entries_are_scored_as_by_the_twins(is_late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two sequences, a part of a block, candidate blocks of which some are none, programs that end beside the width."""
     heads, size, per_block = gpu_index_hopper.HEADS, gpu_index_hopper.SIZE, 16
     codec = IndexFp4(size)
@@ -99,14 +88,10 @@ def test_entries_are_scored_as_by_the_twins(kernel: Any, is_late: bool, monkeypa
     candidates = torch.arange(16).expand(7, 16).where(torch.arange(16) * 8 < seen[:, None], -1).int()
     expected = score(queries, weights, keys, tile_table, seen, width=192, block_size=8)
     scored = score_candidates(queries, weights, keys, spans, seen, candidates, block_size=8)
-    launcher = Launcher(kernel, is_late=is_late)
-    is_restated = kernel is gpu_index_units.score_kernel
-
-    def way(queries: torch.Tensor, weights: torch.Tensor, _entries: int) -> tuple[object, ...]:
-        given = restated_queries(queries, weights) if is_restated else (queries.view(torch.int32), weights)
-        return launcher, 2, given, {"ENTRIES": 64, "num_warps": 4}
-
-    monkeypatch.setattr(gpu_index, "_way", way)
+    launcher = Launcher(gpu_index_hopper.score_kernel, is_late=is_late)
+    monkeypatch.setattr(gpu_index_hopper, "score_kernel", launcher)
+    monkeypatch.setattr(gpu_index, "_fits_hopper", lambda _: True)
+    monkeypatch.setattr(gpu_index, "HOPPER_UNITS", 2)
     with interpreted():
         got = score(queries, weights, keys, tile_table, seen, width=192, block_size=8)
         got_scored = score_candidates(queries, weights, keys, spans, seen, candidates, block_size=8)

@@ -20,7 +20,6 @@ from kernels.models.gpu.v41.tokens import Turn, Turns
 from kernels.models.gpu.v41.weights import AttentionWeights, Loader, MoeWeights
 from kernels.models.v41.config import V41Config
 from kernels.ops.gpu_beside import Beside
-from kernels.ops.gpu_fp8 import RowScaled
 from kernels.ops.gpu_hyper import MixingWeights, enter, split_weight
 from kernels.ops.gpu_records import Section, window_records
 from kernels.ops.gpu_sparse import Windows, attend
@@ -107,11 +106,10 @@ class Drafting:
     """[places] int32, -1 for those of padding."""
     windows: Windows
     turn: Turn
+    beside: Beside
+    """Where what is wanted late is made."""
     is_image: Tensor | None = None
     """None: nobody drafts images."""
-    beside: Beside | None = None
-    unpacking: Beside | None = None
-    unpacked: tuple[RowScaled, RowScaled] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +151,7 @@ class GpuDrafter:
             _DraftLayer(config, each, records.rings[config.num_layers + index])
             for index, each in enumerate(weights.layers)
         )
+        self._beside = Beside(embedding.device)
         self.places = drafter.draft_tokens
 
     def propose(self, newest: Tensor, positions: Tensor, slots: Tensor, window_from: Tensor) -> Proposal:
@@ -209,6 +208,7 @@ class GpuDrafter:
             ),
             # A sequence that ends here has no use for drafts beyond the last position.
             turn=self._turns.at(own.clamp_max(len(self._turns.plain[0]) - 1), compressed=False),
+            beside=self._beside,
         )
 
 
@@ -220,10 +220,10 @@ class _DraftLayer:
         self._scale = config.head_dim**-0.5
 
     def run(self, at: Drafting, state: State) -> State:
-        weights, is_invariant = self._weights, at.products.is_invariant
-        entered = enter(state.streams, state.output, state.made, weights.attention_mixing, is_invariant=is_invariant)
+        weights, mixing, is_invariant = self._weights, self._weights.attention_mixing, at.products.is_invariant
+        entered = enter(state.streams, state.output, state.made, mixing, is_invariant=is_invariant, beside=at.beside)
         output = self._attend(at, entered.rounded)
-        entered = enter_experts(at.products, entered, output, weights.ffn_mixing)
+        entered = enter_experts(at.products, entered, output, weights.ffn_mixing, beside=at.beside)
         output = experts(at, self._config.drafter.moe, weights.moe, entered)
         return State(entered.streams, output, entered.made)
 

@@ -1,7 +1,8 @@
 """In which format does a GPU keep V4.1's routed experts, and how do they get there from a checkpoint?
 
-As fp4 bytes, or as e4m3 under one power of two a row where there is room: twice the bytes, nothing to unpack. Where a
-row's scales are too far apart for that, its layer's experts stay fp4.
+As fp4 bytes, which Hopper's fp8 units take by way of registers; elsewhere, and where bits must not depend on the batch,
+as e4m3 under one power of two a row if there is room: twice the bytes, nothing to unpack. Where a row's scales are too
+far apart for either, its layer's experts are fp4 that become bf16.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.models.v41.config import V41Config
-from kernels.ops import gpu_grouped_unpack
+from kernels.ops import gpu_grouped_packed
 from kernels.ops.gpu_fp8 import RowScaled
 from kernels.ops.gpu_grouped import DEPTH, Weights, bf16_weights, fp4_weights
 from kernels.ops.gpu_grouped_unpack import Packed, powers_of, unpack
@@ -50,9 +51,16 @@ class Placement:
 
 
 def room_bytes(config: V41Config, experts_here: int) -> int:
-    """Of the memory in which a layer's fp4 experts become e4m3: first one matrix of each, then the other, or both."""
+    """Of the memory in which a layer's fp4 experts become e4m3: first one matrix of each, then the other."""
     width = -(-config.moe.width // DEPTH) * DEPTH
-    return experts_here * (3 if gpu_grouped_unpack.BESIDE else 2) * width * config.hidden_size
+    return experts_here * 2 * width * config.hidden_size
+
+
+def in_registers(config: V41Config, device: torch.device, *, is_invariant: bool) -> bool:
+    """Whether fp4 experts of this model become e4m3 in this GPU's registers."""
+    width = -(-config.moe.width // DEPTH) * DEPTH
+    shapes = (2 * width, config.hidden_size), (config.hidden_size, width)
+    return not is_invariant and gpu_grouped_packed.fits(device, *shapes)
 
 
 class ExpertLoader:
@@ -67,12 +75,14 @@ class ExpertLoader:
         experts: ExpertFormat,
         placement: Placement,
         unpacks: bool,
+        is_invariant: bool,
     ) -> None:
-        """unpacks: fp4 experts get room to become e4m3 in."""
+        """unpacks: fp4 experts get room to become e4m3 in, where they cannot in registers."""
         self._config, self._tensors, self._device = config, tensors, device
         self._experts, self._placement = experts, placement
+        self._in_registers = experts == "fp4" and in_registers(config, device, is_invariant=is_invariant)
         self._room: Tensor | None = None
-        if unpacks and experts == "fp4":
+        if unpacks and experts == "fp4" and not self._in_registers:
             size = room_bytes(config, len(placement.here))
             self._room = torch.empty(size, dtype=torch.uint8, device=device)
         self.packed: list[str] = []
@@ -86,12 +96,10 @@ class ExpertLoader:
                 return up, down
             self.packed.append(prefix)
         packed_up, packed_down = self._all(prefix, is_up=True), self._all(prefix, is_up=False)
-        if self._room is not None:
+        if self._in_registers or self._room is not None:
             powers = powers_of(packed_up), powers_of(packed_down)
-            if all(each.is_exact for each in powers):
-                up_bytes = packed_up.experts * packed_up.out * packed_up.size
-                down_room = self._room[up_bytes:] if gpu_grouped_unpack.BESIDE else self._room
-                return Packed(packed_up, powers[0], self._room), Packed(packed_down, powers[1], down_room)
+            if all(each.is_near if self._in_registers else each.is_exact for each in powers):
+                return Packed(packed_up, powers[0], self._room), Packed(packed_down, powers[1], self._room)
             self.packed.append(prefix)
         return packed_up, packed_down
 

@@ -6,8 +6,6 @@ the streams, mixes them for the next and normalises, so a layer takes and leaves
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -24,8 +22,8 @@ from kernels.models.gpu.v41.weights import (
     MoeWeights,
 )
 from kernels.models.v41.config import MoeConfig, V41Config
-from kernels.ops import gpu_grouped_fp8, gpu_moe, gpu_sparse
-from kernels.ops.gpu_beside import Beside, joined
+from kernels.ops import gpu_grouped_fp8, gpu_grouped_packed, gpu_sparse
+from kernels.ops.gpu_beside import Beside
 from kernels.ops.gpu_engram import add_memory, read_rows, table_rows
 from kernels.ops.gpu_fp8 import RowScaled, SpanRows, gathered, grouped_product, span_rows, swiglu_rows
 from kernels.ops.gpu_grouped import Groups, Weights, multiply, multiply_gated
@@ -73,7 +71,7 @@ class Layer:
         if self._enters_decoder:
             step.enter_decoder()
             if (kept := step.laid.told.kept) is not None:
-                joined(step.beside)
+                step.beside.join()
                 entered = _of(entered, kept)
         if self._has_features:
             step.features.append(_mean(entered.streams[step.half.stored]))
@@ -93,15 +91,7 @@ class Layer:
         latent, keys = self._attention.projected(step.products, entered.rounded)
         if self._indexer:
             self._indexer.run(step, entered.x, latent)
-        return self._attention.run(step, latent, keys, meanwhile=partial(self._unpack, step))
-
-    def _unpack(self, step: Step) -> None:
-        """Begin to unpack the experts, where that is worth its while and has a stream and room of its own."""
-        up, down, config = self._weights.moe.up, self._weights.moe.down, self._config
-        step.unpacked, slots = None, step.half.extent.num_tokens * config.moe.top_k
-        if step.unpacking is not None and isinstance(up, Packed) and isinstance(down, Packed) and up.is_worth(slots):
-            with step.unpacking.begun():
-                step.unpacked = up.unpacked(is_beside=True), down.unpacked(is_beside=True)
+        return self._attention.run(step, latent, keys)
 
 
 class Attention:
@@ -119,14 +109,13 @@ class Attention:
         """
         return projected(products, self._weights, rounded, eps=self._config.norm_eps)
 
-    def run(self, step: Step, latent: Rows, keys: Tensor, *, meanwhile: Callable[[], None]) -> Tensor:
-        """Returns [tokens, hidden] bf16; keys go to the ring.  meanwhile: launches what has time while it attends."""
+    def run(self, step: Step, latent: Rows, keys: Tensor) -> Tensor:
+        """Returns [tokens, hidden] bf16; keys go to the ring."""
         config, weights, half, products = self._config, self._weights, step.half, step.products
         cos, sin = half.turns[self._ratio > 0]
         own = window_records(keys, weights.kv_norm, cos, sin, eps=config.norm_eps)
         queries = products.of(latent, weights.wq_b).view(len(latent), config.num_heads, config.head_dim)
         ring, chosen = step.records.rings[self._layer], step.chosen if self._ratio else None
-        meanwhile()
         given = queries, cos, sin, own, ring, half.windows, chosen, weights.sinks
         by_group: Tensor | SpanRows
         if gpu_sparse.RESTATES and isinstance(weights.wo_a, RowScaled):
@@ -188,16 +177,8 @@ class Routed(Protocol):
         """[tokens] bool; None = none."""
 
     @property
-    def beside(self) -> Beside | None:
-        """Where what is wanted late is made; None: in its turn."""
-
-    @property
-    def unpacking(self) -> Beside | None:
-        """Where fp4 experts are unpacked while the layer attends."""
-
-    @property
-    def unpacked(self) -> tuple[RowScaled, RowScaled] | None:
-        """Those, if there are any."""
+    def beside(self) -> Beside:
+        """Where what is wanted late is made."""
 
 
 def experts(step: Routed, moe: MoeConfig, weights: MoeWeights, entered: Entered) -> Tensor:
@@ -206,25 +187,16 @@ def experts(step: Routed, moe: MoeConfig, weights: MoeWeights, entered: Entered)
     What experts elsewhere would add is left out.
     """
     products, beside, limit = step.products, step.beside, moe.swiglu_limit
-    if beside is not None:
-        with beside.begun():
-            shared = _shared(products, weights, entered, limit=limit)
-    logits = products.wide(entered.x, weights.router)
-    placed = Placed(weights.rows, step.lines) if gpu_moe.FEWER_LAUNCHES else None
-    biases = weights.bias, weights.image_bias, step.is_image
-    routes = route(logits, *biases, scaling=moe.scaling, top_k=moe.top_k, placed=placed)
-    here = routes.experts
-    if placed is None:
-        here = here if weights.rows is None else weights.rows[here.long()]
-        here = torch.where(step.lines[:, None] >= 0, here, -1)  # padding goes to no expert
-    groups = group(here, num_experts=weights.up.experts)
-    joined(step.unpacking)
-    factors = routes.weights.flatten()
-    rows, is_in_order = routed(products, weights, entered, groups, factors, limit=limit, unpacked=step.unpacked)
-    if beside is None:
+    with beside.begun():
         shared = _shared(products, weights, entered, limit=limit)
-    joined(beside)
-    return combine(rows, shared, here, top_k=moe.top_k, places=None if is_in_order else groups.places)
+    logits = products.wide(entered.x, weights.router)
+    biases, placed = (weights.bias, weights.image_bias, step.is_image), Placed(weights.rows, step.lines)
+    routes = route(logits, *biases, placed, scaling=moe.scaling, top_k=moe.top_k)
+    groups = group(routes.experts, num_experts=weights.up.experts)
+    rows, is_in_order = routed(products, weights, entered, groups, routes.weights.flatten(), limit=limit)
+    beside.join()
+    places = None if is_in_order else groups.places
+    return combine(rows, shared, routes.experts, top_k=moe.top_k, places=places)
 
 
 def _shared(products: Products, weights: MoeWeights, entered: Entered, *, limit: float) -> Tensor:
@@ -241,19 +213,22 @@ def routed(
     factors: Tensor,
     *,
     limit: float,
-    unpacked: tuple[RowScaled, RowScaled] | None = None,
 ) -> tuple[Tensor, bool]:
     """What experts make of each slot's row, [slots, hidden] bf16, and whether it lies in the order of slots.
 
-    factors: [slots] fp32.  unpacked: the matrices, if they are already.  Else it lies in the order of positions.
+    factors: [slots] fp32.  Else it lies in the order of positions.
     """
-    up, down = (weights.up, weights.down) if unpacked is None else unpacked
-    slots = len(factors)
+    up, down, slots = weights.up, weights.down, len(factors)
     if isinstance(up, RowScaled) and isinstance(down, RowScaled) and products.is_invariant:
         spans = [gpu_grouped_fp8.span_of(each.size) for each in (up, down)]
         x = span_rows(entered.rounded, groups.sources, span=spans[0])
         gated = gpu_grouped_fp8.multiply_gated(x, up, groups, factors, limit=limit)
         return gpu_grouped_fp8.multiply(span_rows(gated, span=spans[1]), down, groups, num_out=slots), True
+    if isinstance(up, Packed) and isinstance(down, Packed) and up.room is None and entered.restated is not None:
+        x = gathered(entered.restated, groups.sources, turns=True)
+        both = gpu_grouped_packed.multiply(x, up.weights, up.powers, groups.ends)
+        x = swiglu_rows(both, groups.targets, factors, limit=limit, turns=True)
+        return gpu_grouped_packed.multiply(x, down.weights, down.powers, groups.ends), False
     if not isinstance(up, Weights) and entered.restated is not None and _is_worth(up, slots):
         x = gathered(entered.restated, groups.sources)
         # Matrices are unpacked one after the other: they have the same room.

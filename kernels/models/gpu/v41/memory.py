@@ -55,14 +55,20 @@ def _is_small(name: str) -> bool:
 
 
 def unpacks(
-    config: V41Config, experts: ExpertFormat, *, step_tokens: int, experts_here: int, is_invariant: bool
+    config: V41Config,
+    experts: ExpertFormat,
+    *,
+    step_tokens: int,
+    experts_here: int,
+    is_invariant: bool,
+    in_registers: bool = False,
 ) -> bool:
     """Whether the largest step gives so many rows to each expert that room to unpack them in is worth its bytes.
 
-    Not where a row's bits must not depend on how many there are.
+    Not where a row's bits must not depend on how many there are, nor where they become e4m3 in registers.
     """
     rows = step_tokens * config.moe.top_k
-    return experts == "fp4" and not is_invariant and rows > MOST_PACKED_ROWS * experts_here
+    return experts == "fp4" and not is_invariant and not in_registers and rows > MOST_PACKED_ROWS * experts_here
 
 
 def table_bytes(config: V41Config) -> int:
@@ -96,21 +102,24 @@ def v41_need(
     experts_here: int | None = None,
     has_drafter: bool = False,
     is_invariant: bool = True,
+    in_registers: bool = False,
 ) -> Need:
     """Bytes of a model.  num_windows: the null window included.  graph_*: what steps are captured for.
 
     has_drafter: with the drafter's layers; its few rows fit where a step's do.  is_invariant: else dense matrices take
-    half, and fp4 experts of large steps have room to become e4m3 in, one layer's at a time.
+    half, and fp4 experts of large steps have room to become e4m3 in, one layer's at a time, unless `in_registers`.
 
     A step at its peak holds streams before and after a sublayer, and either queries and attended values or every
-    token's experts' rows, beside the embeddings of its images; captured ones share the place of their logits.
+    token's experts' rows, beside the embeddings of its images; captured ones share the place of their logits. What the
+    shared expert's stream has had stays its own.
     """
     hidden, heads, moe = config.hidden_size, config.num_heads * config.head_dim, config.moe
     attention = 3 * heads + 4 * hidden
-    experts_rows = moe.top_k * (hidden + moe.width) + 3 * moe.width + 4 * hidden
+    experts_rows = moe.top_k * (hidden + moe.width) + 3 * hidden
+    beside = 3 * moe.width + hidden
     if not is_invariant:  # a position's row in e4m3 and what the gate and up projections make of it
         experts_rows += moe.top_k * (hidden // 2 + 2 * moe.width)
-    row_bytes = _BF16 * (2 * config.hc_mult * hidden + max(attention, experts_rows))
+    row_bytes = _BF16 * (2 * config.hc_mult * hidden + max(attention, experts_rows) + beside)
     blocks = -(-config.max_position_tokens // layout.block_tokens)
     turns = 2 * config.max_position_tokens * config.rope_dims * _FP32
     tables = (num_sequences + 1) * blocks * _INT32
@@ -118,7 +127,8 @@ def v41_need(
     scores = _BF16 * most * max(graph_contexts, default=0)
     here = moe.num_experts if experts_here is None else experts_here
     weights = weight_bytes(config, experts, experts_here=here, has_drafter=has_drafter, is_invariant=is_invariant)
-    if unpacks(config, experts, step_tokens=step_tokens, experts_here=here, is_invariant=is_invariant):
+    modes = {"is_invariant": is_invariant, "in_registers": in_registers}
+    if unpacks(config, experts, step_tokens=step_tokens, experts_here=here, **modes):
         weights += room_bytes(config, here)
     return Need(
         weights=weights + turns + tables,
@@ -131,8 +141,10 @@ def v41_need(
 def choose_experts(
     needs: dict[ExpertFormat, Need], *, free: int, block_bytes: int, num_blocks: int | None
 ) -> tuple[ExpertFormat, MemoryPlan]:
-    """Unpacked experts where they leave enough for KV blocks, else fp4.  Raises NoRoom."""
+    """Unpacked experts, if they are asked for, where they leave enough for KV blocks; else fp4.  Raises NoRoom."""
     small = plan_blocks(needs["fp4"], free=free, block_bytes=block_bytes, num_blocks=num_blocks)
+    if "fp8" not in needs:
+        return "fp4", small
     try:
         large = plan_blocks(needs["fp8"], free=free, block_bytes=block_bytes, num_blocks=num_blocks)
     except NoRoom:

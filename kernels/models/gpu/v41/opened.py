@@ -10,7 +10,7 @@ from kernels.memory_plan import STEP_TOKENS, MemoryPlan, check_host, gib
 from kernels.models.config import ModelNotSupported
 from kernels.models.gpu.memory import as_pinned, as_planned, available_host_bytes, free_bytes, reserve
 from kernels.models.gpu.v41.drafter import DrafterLoader
-from kernels.models.gpu.v41.expert_weights import ExpertFormat
+from kernels.models.gpu.v41.expert_weights import ExpertFormat, in_registers
 from kernels.models.gpu.v41.graphs import SIZES, contexts_up_to
 from kernels.models.gpu.v41.memory import choose_experts, table_bytes, unpacks, v41_need
 from kernels.models.gpu.v41.model import MOST_SEQUENCES, GpuV41
@@ -49,6 +49,7 @@ class OpenedGpuV41(V41Folder):
         super().__init__(model_dir, config, numerics=QUANT, block_tokens=block_tokens, progress=progress)
         self._device, self._progress, self._is_invariant = device, progress, invariant
         self._step_tokens = step_tokens
+        self._in_registers = in_registers(config, device, is_invariant=invariant)
         self._has_drafter = drafts and config.drafter.num_layers > 0
 
     def fitting_blocks(self, *, num_windows: int) -> int:
@@ -61,7 +62,7 @@ class OpenedGpuV41(V41Folder):
 
         num_blocks: None takes as many as fit.  num_windows: the null window included.
         """
-        kinds: tuple[ExpertFormat, ...] = ("fp4", "fp8")
+        kinds: tuple[ExpertFormat, ...] = ("fp4",) if self._in_registers else ("fp4", "fp8")
         needs = {
             kind: v41_need(
                 self._config,
@@ -74,6 +75,7 @@ class OpenedGpuV41(V41Folder):
                 graph_contexts=contexts_up_to(self._config.index_topk, self._config.max_position_tokens),
                 has_drafter=self._has_drafter,
                 is_invariant=self._is_invariant,
+                in_registers=self._in_registers,
             )
             for kind in kinds
         }
@@ -102,6 +104,7 @@ class OpenedGpuV41(V41Folder):
             step_tokens=self._step_tokens,
             experts_here=config.moe.num_experts,
             is_invariant=is_invariant,
+            in_registers=self._in_registers,
         )
         weights = Loader(
             config, checkpoint, device, experts=experts, is_invariant=is_invariant, unpacks=has_room

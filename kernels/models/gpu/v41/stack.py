@@ -13,16 +13,11 @@ from kernels.models.gpu.v41.step import Products, State, Step
 from kernels.models.gpu.v41.tokens import Laid
 from kernels.models.gpu.v41.weights import GpuV41Weights
 from kernels.models.v41.config import V41Config
-from kernels.ops import gpu_grouped_unpack
 from kernels.ops.engram import compress
 from kernels.ops.gpu_beside import Beside
 from kernels.ops.gpu_hyper import enter
 from kernels.ops.hyper import STREAMS, Coefficients, first_pre
 from kernels.ops.ranges import grouped
-
-BESIDE = False
-"""Whether a layer's shared expert, and what its streams are mixed by, are made on a second stream. Off until a step has
-been timed with it on a GPU."""
 
 
 class Stack:
@@ -44,8 +39,7 @@ class Stack:
         device = compressed_ids.device
         # Reads from the host's memory cross the bus while the layers before them compute.
         self._aside = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call] # torch's stub
-        self._beside = Beside(device) if BESIDE else None
-        self._unpacking = Beside(device, is_urgent=True) if gpu_grouped_unpack.BESIDE else None
+        self._beside = Beside(device)
 
     def forward(self, laid: Laid) -> Tensor:
         """Logits of the wanted tokens, [wanted, vocab_size] fp32; records of all tokens go to blocks and windows."""
@@ -60,8 +54,7 @@ class Stack:
 
     def begin(self, laid: Laid) -> Step:
         """Start what does not depend on any layer."""
-        groups, beside = self._config.o_groups, self._beside
-        step = Step(laid, self._records, self._products, num_groups=groups, beside=beside, unpacking=self._unpacking)
+        step = Step(laid, self._records, self._products, self._beside, num_groups=self._config.o_groups)
         pad = self._config.engram.pad_token_id
         compressed = compress(laid.history, self._compressed_ids, pad_token_id=pad)
         # Read on the other stream: were it let go here, what comes next on this one would be given its memory.

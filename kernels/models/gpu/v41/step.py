@@ -130,19 +130,12 @@ class Step:
         laid: Laid,
         records: Records,
         products: Products,
+        beside: Beside,
         *,
         num_groups: int,
-        beside: Beside | None = None,
-        unpacking: Beside | None = None,
     ) -> None:
-        """num_groups: of heads, before the attention's output.  beside: where what is wanted late is made.
-
-        unpacking: where a layer's experts are unpacked while it attends.
-        """
+        """beside: where what is wanted late is made.  num_groups: of heads, before the attention's output."""
         self.laid, self.records, self.products, self.beside = laid, records, products, beside
-        self.unpacking = unpacking
-        self.unpacked: tuple[RowScaled, RowScaled] | None = None
-        """The layer's experts, as soon as `unpacking` is joined."""
         self.half = laid.encoder
         self.is_image = laid.is_image
         self.memories: dict[int, Fetched] = {}

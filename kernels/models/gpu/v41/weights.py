@@ -149,7 +149,7 @@ class Loader:
     ) -> None:
         """is_invariant: else dense matrices are made for fp8 products.
 
-        unpacks: fp4 experts get room to become e4m3 in.
+        unpacks: fp4 experts get room to become e4m3 in, where they cannot in registers.
         """
         self._config, self._tensors, self._device = config, tensors, device
         self._experts: ExpertFormat = experts
@@ -157,7 +157,13 @@ class Loader:
         self._is_invariant = is_invariant
         self._wide: list[str] = []
         self._routed = ExpertLoader(
-            config, tensors, device, experts=experts, placement=self._placement, unpacks=unpacks
+            config,
+            tensors,
+            device,
+            experts=experts,
+            placement=self._placement,
+            unpacks=unpacks,
+            is_invariant=is_invariant,
         )
 
     def load(self) -> GpuV41Weights:
