@@ -37,7 +37,7 @@ from bench.gpu_v41_ways import (
     say,
 )
 from bench.gpu_v41_work import Shape, decode_shape, prefill_shape
-from kernels.ops import gpu_grouped
+from kernels.ops import gpu_grouped, gpu_grouped_packed
 from kernels.ops.gpu_fp8 import RowScaled, gathered, grouped_product, span_rows, swiglu_rows
 from kernels.ops.gpu_grouped import Groups, Weights, bf16_weights
 from kernels.ops.gpu_grouped_fp8 import CUT, Cut
@@ -104,6 +104,7 @@ def decode() -> None:
         in_place = x[own.sources.long()]
         library_grouped(what, in_place, own, wides, exact, flops)
         library_fp8(what, x, own, eighths, exact, flops)
+        in_registers(what, x, own, packed, exact, flops)
         for span in (128, DEEP):
             spans = span_rows(x, own.sources, span=span)
             restate = [partial(restated_rows, x, own.sources, span=span)]
@@ -152,6 +153,17 @@ def library_fp8(what: str, x: Tensor, own: Groups, eighths: list[RowScaled], exa
         measure(what, Way("swiglu, a scale a row", after, None), 0.0, 2.5 * both.numel())
 
 
+def in_registers(what: str, x: Tensor, own: Groups, packed: list[Weights], exact: Tensor, flops: float) -> None:
+    """fp4 that becomes e4m3 on its way to the units, by each cut."""
+    rows = gathered(span_rows(x), own.sources, turns=True)
+    counted = torch.arange(len(exact), device="cuda")
+    for cut in gpu_grouped_packed.CUTS:
+        calls = [
+            partial(gpu_grouped_packed.multiply, rows, each, powers_of(each), own.ends, cut=cut) for each in packed
+        ]
+        measure(what, Way(f"fp4 in registers, {cut.rows} rows", calls, exact, counted, 4e-3), flops)
+
+
 def unpacked(packed: Weights, powers: Powers, room: Tensor) -> Tensor:
     """The room, written."""
     return unpack(packed, powers, room).data
@@ -179,6 +191,7 @@ def prefill() -> None:
         eighth = unpack(packed, powers, room)
         counted = torch.arange(end, device="cuda") if gated else targets
         library_fp8(what, x, own, [eighth], exact, flops)
+        in_registers(what, x, own, [packed], exact, flops)
         for cut, span in CUTS:
             spans = span_rows(x, own.sources, span=span)
             call = fp8_call(spans, eighth, own, cut, factors if gated else None, rows)

@@ -165,7 +165,7 @@ def _sort(flat: Tensor, ends: Tensor, made: Groups, first_expert: int, num_exper
         slots,
         first_expert,
         EXPERTS=num_experts,
-        BLOCK=power_of_two(num_experts + 1),
+        BLOCK=max(power_of_two(num_experts + 1), 4),
         SLOTS=power_of_two(slots),
         TOP=top_k,
         num_warps=16,
@@ -370,15 +370,19 @@ def _sort_kernel(
     SLOTS: tl.constexpr,
     TOP: tl.constexpr,
 ) -> None:
-    """All of it by one program."""
-    slot, index = tl.arange(0, SLOTS), tl.arange(0, BLOCK)
+    """All of it by one program, which counts four experts in each 64 bits: a quarter of the sums to run through."""
+    slot, index, word = tl.arange(0, SLOTS), tl.arange(0, BLOCK), tl.arange(0, BLOCK // 4)
     is_real = slot < slots
     local = _local(flat, slot, slots, first, EXPERTS)
-    hits = ((local[:, None] == index[None, :]) & is_real[:, None]).to(tl.int32)
-    total = tl.sum(hits, axis=0)
+    mine = (local // 4)[:, None] == word[None, :]
+    shift = local % 4 * 16
+    hits = tl.where(mine & is_real[:, None], (shift * 0 + 1).to(tl.int64)[:, None] << shift[:, None], 0)
+    counted = tl.sum(tl.where(mine, tl.cumsum(hits, axis=0), 0), axis=1) >> shift
+    packed = tl.where((index // 4)[:, None] == word[None, :], tl.sum(hits, axis=0)[None, :], 0)
+    total = ((tl.sum(packed, axis=1) >> (index % 4 * 16)) & 0xFFFF).to(tl.int32)
     end = tl.cumsum(total, axis=0)
-    before = tl.cumsum(hits, axis=0) - hits + (end - total)[None, :]
-    place = tl.sum(hits * before, axis=1)
+    begin = tl.sum(tl.where(local[:, None] == index[None, :], (end - total)[None, :], 0), axis=1)
+    place = begin + (counted & 0xFFFF).to(tl.int32) - 1
     tl.store(ends + index, end, mask=index <= EXPERTS)
     tl.store(order + place, slot, mask=is_real)
     tl.store(sources + place, slot // TOP, mask=is_real)

@@ -41,9 +41,6 @@ from kernels.ops.quant import MainFp4, WindowFp8, fp8_round_trip
 from kernels.ops.rope import rotate_last
 from kernels.ops.sparse import attend as attend_twin
 
-RESTATES = False
-"""Whether what leaves V4.1's attention is restated by the attention itself. Off until a step has been timed with it on
-a GPU."""
 LEAST_HEADS = 16
 """Rows of the smallest matrix product."""
 

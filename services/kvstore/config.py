@@ -19,8 +19,8 @@ class KvstoreSettings(ServiceSettings):
     ours."""
 
     max_bytes: int = Field(default=20 << 30, ge=1 << 20)
-    """Cap on the disk that the segment files take together; above 90 % of it the coldest go. No block may exceed
-    half of it."""
+    """Cap on the disk that the segment files take together; above 90 % of it the coldest go. Less than
+    five times a block's bytes keeps none for long; one longer than half of it is refused."""
 
     segment_bytes: int = Field(default=256 << 20, ge=64 << 10)
     """When a segment file is full; also what one eviction frees. A sixteenth of `max_bytes` if that is less."""

@@ -22,7 +22,7 @@ from kernels.models.gpu.v41.weights import (
     MoeWeights,
 )
 from kernels.models.v41.config import MoeConfig, V41Config
-from kernels.ops import gpu_grouped_fp8, gpu_grouped_packed, gpu_sparse
+from kernels.ops import gpu_grouped_fp8, gpu_grouped_packed
 from kernels.ops.gpu_beside import Beside
 from kernels.ops.gpu_engram import add_memory, read_rows, table_rows
 from kernels.ops.gpu_fp8 import RowScaled, SpanRows, gathered, grouped_product, span_rows, swiglu_rows
@@ -118,7 +118,7 @@ class Attention:
         ring, chosen = step.records.rings[self._layer], step.chosen if self._ratio else None
         given = queries, cos, sin, own, ring, half.windows, chosen, weights.sinks
         by_group: Tensor | SpanRows
-        if gpu_sparse.RESTATES and isinstance(weights.wo_a, RowScaled):
+        if isinstance(weights.wo_a, RowScaled):
             span = gpu_grouped_fp8.span_of(weights.wo_a.size)
             by_group = attend_groups(*given, step.groups, scale=self._scale, span=span)
         else:
