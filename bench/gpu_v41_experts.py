@@ -154,14 +154,11 @@ def library_fp8(what: str, x: Tensor, own: Groups, eighths: list[RowScaled], exa
 
 
 def in_registers(what: str, x: Tensor, own: Groups, packed: list[Weights], exact: Tensor, flops: float) -> None:
-    """fp4 that becomes e4m3 on its way to the units, by each cut."""
+    """fp4 that becomes e4m3 on its way to the units."""
     rows = gathered(span_rows(x), own.sources, turns=True)
     counted = torch.arange(len(exact), device="cuda")
-    for cut in gpu_grouped_packed.CUTS:
-        calls = [
-            partial(gpu_grouped_packed.multiply, rows, each, powers_of(each), own.ends, cut=cut) for each in packed
-        ]
-        measure(what, Way(f"fp4 in registers, {cut.rows} rows", calls, exact, counted, 4e-3), flops)
+    calls = [partial(gpu_grouped_packed.multiply, rows, each, powers_of(each), own.ends) for each in packed]
+    measure(what, Way("fp4 in registers", calls, exact, counted, 4e-3), flops)
 
 
 def unpacked(packed: Weights, powers: Powers, room: Tensor) -> Tensor:

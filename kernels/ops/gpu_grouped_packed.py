@@ -42,8 +42,6 @@ LOW, HIGH = gl.constexpr(0x3C383000), gl.constexpr(0x4C484440)
 """e4m3 bytes of the magnitudes 0, 1/2, 1, 3/2 and 2, 3, 4, 6."""
 ONE_LOW, ONE_HIGH = gl.constexpr(0x08080800), gl.constexpr(0x08080808)
 """A power of two more, in each of their bytes."""
-
-
 _ROWS = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
 _WORDS = gl.constexpr(gl.NVMMASharedLayout(64, 32, 2))
 _FLAGS = gl.constexpr(mbarrier.MBarrierLayout())
@@ -62,29 +60,14 @@ class Cut:
     """Of a thread that multiplies."""
 
 
-LARGE, SMALL = Cut(rows=256, stages=4, registers=232), Cut(rows=128, stages=6, registers=232)
-CUTS = (LARGE, SMALL)
-"""Frozen by measurement (bench/gpu_v41_experts.py). Programs are one a multiprocessor."""
+CUT = Cut(rows=256, stages=4, registers=232)
+"""Frozen by measurement (docs/performance_v41.md). Programs are one a multiprocessor."""
 OUTS = gl.constexpr(128)
 """Rows of a matrix in a program: two groups of four warps multiply half of them each."""
-_PROGRAMS = 132
-"""That run at a time: multiprocessors of an H200."""
-_SMALL_COSTS = 0.54
-"""Of a small tile beside a large one: its share of the matrix is read for half the rows."""
-
-
-def cut_for(positions: int, *, experts: int, out: int) -> Cut:
-    """The cut whose programs end first, if rows were spread evenly over experts.
-
-    Few rounds of large tiles may leave most of the GPU idle in the last one.
-    """
-    rows = max(positions // experts, 1)
-    large, small = (tiles(tiles(rows, cut.rows) * experts * out, OUTS.value * _PROGRAMS) for cut in CUTS)
-    return SMALL if small * _SMALL_COSTS < large else LARGE
 _FEEDING_REGISTERS = gl.constexpr(24)
 
 
-def multiply(x: SpanRows, weights: Weights, powers: Powers, ends: Tensor, *, cut: Cut | None = None) -> Tensor:
+def multiply(x: SpanRows, weights: Weights, powers: Powers, ends: Tensor, *, cut: Cut = CUT) -> Tensor:
     """Rows in the order of experts, each times its own's matrix: [positions, in] -> [positions, out] bf16.
 
     x: under one scale a row, turned (`gpu_fp8.gathered` and `swiglu_rows`).  weights: fp4, whose powers are near.
@@ -101,7 +84,6 @@ def multiply(x: SpanRows, weights: Weights, powers: Powers, ends: Tensor, *, cut
     out = torch.empty(positions, weights.out, dtype=torch.bfloat16, device=x.data.device)
     if not positions:
         return out
-    cut = cut or cut_for(positions, experts=weights.experts, out=weights.out)
     most_rows = tiles(positions, cut.rows) + min(weights.experts, positions)
     packed_kernel[(most_rows * (weights.out // OUTS.value),)](
         _boxes(x.data, [cut.rows, _DEPTH], _ROWS.value),

@@ -1,8 +1,10 @@
 """How does one Hopper program attend for one token with its matrix units fed from shared memory alone?
 
-The kernel of `kernels.ops.gpu_sparse` in Gluon, Triton's language of explicit layouts, for 64 heads of 512. Queries lie
-in shared memory, 64 keys are unpacked at a time into one of two buffers while the matrix units multiply the other, and
-each of two warpgroups sums half of the values. Even elements of a head come first there, odd ones behind them.
+The kernel of `kernels.ops.gpu_sparse` in Gluon, Triton's language of explicit layouts, for 64 heads of 512. Even
+elements of a head come first there, odd ones behind them. Queries lie in shared memory, and 64 keys at a time in one of
+two buffers. A buffer goes round three kinds of warps: four unpack keys into it (it is full then), four score them and
+find their weights (weighed), and eight sum their values (empty). Weights, and what shrinks the sums before them, have
+the buffer's index and are free when it is.
 Triton's interpreter does not run Gluon: there, and on other GPUs, the kernel in Triton does the same.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator, has-type"
@@ -11,27 +13,36 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
-from kernels.ops.gpu_words import as_e4m3, e2m1_words, e4m3_words
+from kernels.ops.gpu_words import as_e4m3, e2m1_pairs, e4m3_pairs
 
 ROWS, SIZE, KEYS, WARPS = 64, 512, 64, 8
-"""Heads and their size that the kernel is made for, keys a turn, and its warps."""
+"""Heads and their size that the kernel is made for, keys a turn, and its warps that sum: 16 in all."""
 SPAN = 256
 """Columns of what it leaves restated under one scale: two chunks of pairs."""
 LOG2E = gl.constexpr(1.4426950408889634)
+_SCORING = gl.constexpr(80)
+_UNPACKING = gl.constexpr(80)
+"""Registers of a thread; those that sum have 176."""
+_LESS = gl.constexpr(256.0)
+"""Keys lie in shared memory divided by this: no scale times 2 ** 126 of a format is beyond fp32."""
+_FLAGS = gl.constexpr(mbarrier.MBarrierLayout())
+_PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+_WIDE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
+_CHUNK = gl.constexpr(64)
+"""Pairs of a head that a warp turns together."""
 
 
 @gluon.jit
 def _power(exponent: gl.tensor) -> gl.tensor:
     return (exponent.to(gl.int32) << 23).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def _e4m3_value(bits: gl.tensor) -> gl.tensor:
-    wide = bits.to(gl.uint32)
-    small = (((wide & 0x7F) << 20) | ((wide & 0x80) << 24)).to(gl.float32, bitcast=True)
-    return small * 1.329227995784916e36
 
 
 @gluon.jit
@@ -50,16 +61,8 @@ def _spread(scale: gl.tensor, WORDS: gl.constexpr, layout: gl.constexpr) -> gl.t
 
 @gluon.jit
 def _fetch_window(
-    own: gl.tensor,
-    ring: gl.tensor,
-    position: gl.tensor,
-    oldest: gl.tensor,
-    begin: gl.tensor,
-    own_row: gl.tensor,
-    slot: gl.tensor,
+    records: gl.tuple,
     first: gl.tensor,
-    ring_stride: gl.tensor,
-    ring_offset: gl.tensor,
     KEYS: gl.constexpr,
     SIZE: gl.constexpr,
     WINDOW: gl.constexpr,
@@ -68,6 +71,8 @@ def _fetch_window(
     RAW: gl.constexpr,
     SCALES: gl.constexpr,
 ) -> gl.tuple:
+    """Words and exponents of some of a window's records."""
+    own, ring, position, oldest, begin, own_row, slot, ring_stride, ring_offset = records
     key = gl.arange(0, KEYS, layout=gl.SliceLayout(1, RAW))
     at = position - (WINDOW - 1) + first + key
     seen = (at >= oldest) & (slot >= 0) & (at <= position)
@@ -102,6 +107,7 @@ def _fetch_entries(
     RAW: gl.constexpr,
     SCALES: gl.constexpr,
 ) -> gl.tuple:
+    """Words and scales of entries."""
     HALF: gl.constexpr = SIZE // 2
     seen = flat >= 0
     record = main + (flat // PER_BLOCK).to(gl.int64) * main_stride + main_offset + (flat % PER_BLOCK) * RECORD
@@ -115,59 +121,93 @@ def _fetch_entries(
 
 
 @gluon.jit
-def _as_words(buffer: gl.shared_memory_descriptor, WORDS: gl.constexpr) -> gl.shared_memory_descriptor:
-    """A buffer of keys as pairs of values, each an int32."""
-    return buffer._reinterpret(gl.int32, [buffer.shape[0], buffer.shape[1] // 2], WORDS)  # noqa: SLF001 - its only name
+def _as_words(buffer: gl.shared_memory_descriptor) -> gl.shared_memory_descriptor:
+    """A buffer of bf16 as pairs of them, each an int32."""
+    return buffer._reinterpret(gl.int32, [buffer.shape[0], buffer.shape[1] // 2], _WORDS)  # noqa: SLF001 - its only name
+
+
+@gluon.jit
+def _beside(left: gl.tensor, right: gl.tensor) -> gl.tensor:
+    """[rows, n] twice -> [rows, 2 n]."""
+    return gl.join(left, right).permute((0, 2, 1)).reshape([left.shape[0], left.shape[1] * 2])
 
 
 @gluon.jit
 def _window_words(both: gl.tensor, exponent: gl.tensor, RAW: gl.constexpr) -> gl.tensor:
-    """Window records as words of a buffer: even values, then odd ones."""
-    even, odd = e4m3_words(both, _spread(_power(exponent), 8, RAW))
-    return gl.join(even, odd).permute((0, 2, 1)).reshape([both.shape[0], both.shape[1] * 2])
+    """Window records as words of a buffer: even values, then odd ones; the format's 2 ** 120 is in the scale."""
+    scale = _power(gl.minimum(exponent.to(gl.int32) + 112, 254))
+    even, odd = e4m3_pairs(both, _spread(scale, 8, RAW))
+    return _beside(even, odd)
 
 
 @gluon.jit
 def _entry_words(both: gl.tensor, bits: gl.tensor, RAW: gl.constexpr) -> gl.tensor:
-    """Entries' records likewise."""
-    low_first, low_then, high_first, high_then = e2m1_words(both, _spread(_e4m3_value(bits), 2, RAW))
+    """Entries' records likewise: e4m3 scales times 2 ** 118."""
+    wide = bits.to(gl.uint32)
+    small = (((wide & 0x7F) << 20) | ((wide & 0x80) << 24)).to(gl.float32, bitcast=True)
+    scale = (small * 1.7014118346046923e38) * 2.596148429267414e33
+    low_first, low_then, high_first, high_then = e2m1_pairs(both, _spread(scale, 2, RAW))
     even = gl.join(low_first, low_then).reshape([both.shape[0], both.shape[1] * 2])
     odd = gl.join(high_first, high_then).reshape([both.shape[0], both.shape[1] * 2])
-    return gl.join(even, odd).permute((0, 2, 1)).reshape([both.shape[0], both.shape[1] * 4])
+    return _beside(even, odd)
+
+
+@gluon.jit
+def _seen(
+    column: gl.tensor, turn: gl.tensor, reach: gl.tuple, count: gl.tensor, WINDOW: gl.constexpr, KEYS: gl.constexpr
+) -> gl.tensor:
+    """Which of a turn's keys are the token's: of its window, or entries."""
+    position, oldest, slot = reach
+    TILES: gl.constexpr = WINDOW // KEYS
+    base = position - (WINDOW - 1) + turn * KEYS
+    inside = turn < TILES
+    low = gl.where(inside, oldest - base, 0)
+    high = gl.where(inside, gl.where(slot >= 0, position - base + 1, 0), count - (turn - TILES) * KEYS)
+    return (column >= low) & (column < high)
 
 
 @gluon.jit
 def _sums(p: gl.tensor) -> gl.tensor:
+    """Of each half of the keys."""
     return gl.sum(p.reshape([p.shape[0], 2, p.shape[1] // 2]), axis=2)
 
 
 @gluon.jit
-def _weigh(
-    scores: gl.tensor,
-    seen: gl.tensor,
-    weights: gl.shared_memory_descriptor,
-    acc: gl.tensor,
-    largest: gl.tensor,
-    total: gl.tensor,
-    scale: gl.tensor,
-    ROWS_ACC: gl.constexpr,
-) -> gl.tuple:
-    """Scores of some keys into the running softmax: their weights into shared memory, everything before them shrunk."""
-    scores = gl.where(seen[None, :], scores * scale, float("-inf"))
-    higher = gl.maximum(largest, gl.max(scores, axis=1))
-    shrink = gl.exp2(largest - higher)
-    p = gl.exp2(scores - higher[:, None])
-    parts = _sums(p)
-    total = total * gl.convert_layout(shrink, gl.SliceLayout(1, parts.type.layout))[:, None] + parts
-    weights.store(p.to(gl.bfloat16))
-    fence_async_shared()
-    acc = acc * gl.convert_layout(shrink, ROWS_ACC)[:, None]
-    return acc, higher, total
+def _fetch_queries(rows: gl.tensor, chunk: gl.constexpr, CHUNK: gl.constexpr, TURN: gl.constexpr) -> gl.tensor:
+    """Some columns of queries, two bf16 in an int32; rows: [heads] where each begins."""
+    pair = chunk * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(0, TURN))
+    return gl.load(rows[:, None] + pair[None, :])
 
 
 @gluon.jit
-def _ratio(largest: gl.tensor) -> gl.tensor:
-    return gl.div_rn(gl.maximum(largest, 1e-4), gl.full_like(largest, 448.0))
+def _angles(table: gl.tensor, token: gl.tensor, other: gl.constexpr, PAIRS: gl.constexpr, CHUNK: gl.constexpr,
+            TURN: gl.constexpr) -> gl.tensor:  # fmt: skip
+    """Of the last chunk's pairs; [1, pairs]."""
+    turned = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, TURN)) - (CHUNK - PAIRS)
+    return gl.load(table + token * PAIRS + turned, mask=turned >= 0, other=other)[None, :]
+
+
+@gluon.jit
+def _plain_words(pairs: gl.tensor) -> gl.tuple:
+    """[heads, pairs] of elements -> [heads, pairs / 2]: two even elements in a word, two odd ones."""
+    first, then = gl.split(pairs.reshape([pairs.shape[0], pairs.shape[1] // 2, 2]))
+    return (first & 0xFFFF) | (then << 16), ((first >> 16) & 0xFFFF) | (then & -65536)
+
+
+@gluon.jit
+def _turned_words(pairs: gl.tensor, c: gl.tensor, s: gl.tensor) -> gl.tuple:
+    """Likewise, turned."""
+    even = (pairs << 16).to(gl.float32, bitcast=True)
+    odd = (pairs & -65536).to(gl.float32, bitcast=True)
+    low, high = _bf16(even * c - odd * s), _bf16(odd * c + even * s)
+    turned = (low.to(gl.int32, bitcast=True) >> 16) & 0xFFFF
+    return _plain_words(turned | high.to(gl.int32, bitcast=True))
+
+
+@gluon.jit
+def _exponent(largest: gl.tensor) -> gl.tensor:
+    """Of the least power of two that is not less than largest / 448, at least 1e-4 / 448: 448 is 1.75 * 2 ** 8."""
+    return ((gl.maximum(largest, 1e-4).to(gl.int32, bitcast=True) + 0x1FFFFF) >> 23) - 8
 
 
 @gluon.jit
@@ -178,41 +218,250 @@ def _largest(low: gl.tensor, high: gl.tensor) -> gl.tensor:
 @gluon.jit
 def _left(
     summed: gl.shared_memory_descriptor,
-    cos: gl.tensor,
-    sin: gl.tensor,
-    token: gl.tensor,
+    c: gl.tensor,
+    s: gl.tensor,
     chunk: gl.constexpr,
-    ROWS: gl.constexpr,
     HALF: gl.constexpr,
-    PAIRS: gl.constexpr,
     CHUNK: gl.constexpr,
     TURN: gl.constexpr,
 ) -> gl.tuple:
-    """Some columns of the outcome, turned back and rounded to fp8: even and odd ones, fp32."""
-    pair = chunk * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(0, TURN))
+    """Some columns of the outcome, the last ones turned back, rounded to fp8: even and odd ones, fp32."""
+    ROWS: gl.constexpr = summed.shape[0]
     even = summed.slice(chunk * CHUNK, CHUNK, dim=1).load(TURN).to(gl.float32)
     odd = summed.slice(HALF + chunk * CHUNK, CHUNK, dim=1).load(TURN).to(gl.float32)
-    if (chunk + 1) * CHUNK > HALF - PAIRS:
-        turns = pair >= HALF - PAIRS
-        c = gl.load(cos + token * PAIRS + pair - (HALF - PAIRS), mask=turns, other=1.0)[None, :]
-        s = gl.load(sin + token * PAIRS + pair - (HALF - PAIRS), mask=turns, other=0.0)[None, :]
+    if chunk == HALF // CHUNK - 1:
         back_even = _bf16(even * c + odd * s)
         back_odd = _bf16(odd * c - even * s)
     else:
         back_even, back_odd = even, odd
     highest = gl.maximum(gl.abs(back_even), gl.abs(back_odd)).reshape([ROWS, CHUNK // 16, 16])
-    ratio = _ratio(gl.max(highest, axis=2))
-    factor = _power((ratio.to(gl.int32, bitcast=True) + 0x7FFFFF) >> 23)
-    factor = gl.expand_dims(factor, 2).broadcast_to([ROWS, CHUNK // 16, 16]).reshape([ROWS, CHUNK])
-    factor = gl.convert_layout(factor, TURN)
-    inverse = (0x7F000000 - factor.to(gl.int32, bitcast=True)).to(gl.float32, bitcast=True)
+    exponent = gl.expand_dims(_exponent(gl.max(highest, axis=2)), 2)
+    exponent = exponent.broadcast_to([ROWS, CHUNK // 16, 16]).reshape([ROWS, CHUNK])
+    exponent = gl.convert_layout(exponent, TURN, assert_trivial=True)
+    factor, inverse = _power(exponent), _power(254 - exponent)
     low = (back_even * inverse).to(gl.float8e4nv).to(gl.float32) * factor
     high = (back_odd * inverse).to(gl.float8e4nv).to(gl.float32) * factor
     return low, high
 
 
 @gluon.jit
-def attend_kernel(  # noqa: C901, PLR0912, PLR0915 - one pass over the keys
+def _leave(
+    summed: gl.shared_memory_descriptor,
+    c: gl.tensor,
+    s: gl.tensor,
+    out: gl.tensor,
+    spans: gl.tensor,
+    rows: gl.tensor,
+    token: gl.tensor,
+    PER_GROUP: gl.constexpr,
+    HALF: gl.constexpr,
+    CHUNK: gl.constexpr,
+    TURN: gl.constexpr,
+) -> None:
+    """What was summed, turned back and rounded, as bf16 or restated."""
+    HEADS: gl.constexpr = summed.shape[0]
+    head = gl.arange(0, HEADS, layout=gl.SliceLayout(1, TURN))
+    for chunk in gl.static_range(HALF // CHUNK):
+        pair = chunk * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(0, TURN))
+        low, high = _left(summed, c, s, chunk, HALF, CHUNK, TURN)
+        if PER_GROUP == 0:
+            packed = (low.to(gl.uint32, bitcast=True) >> 16) | (high.to(gl.uint32, bitcast=True) & 0xFFFF0000)
+            gl.store(out + (token * HEADS + head[:, None]) * HALF + pair[None, :], packed.to(gl.int32, bitcast=True))
+        elif chunk % 2 == 0:
+            low_before, high_before = low, high
+        else:
+            exponent = _exponent(gl.maximum(_largest(low_before, high_before), _largest(low, high)))
+            inverse = _power(254 - exponent)[:, None]
+            row = head // PER_GROUP * (rows // (HEADS // PER_GROUP)) + token
+            inside = head % PER_GROUP
+            place = out + row.to(gl.int64)[:, None] * (PER_GROUP * HALF) + inside[:, None] * HALF + pair[None, :]
+            gl.store(place - CHUNK, as_e4m3(low_before * inverse, high_before * inverse))
+            gl.store(place, as_e4m3(low * inverse, high * inverse))
+            span = inside * (HALF // (2 * CHUNK)) + chunk // 2
+            gl.store(spans + span * rows + row, _power(exponent))
+
+
+@gluon.jit
+def _unpack(
+    records: gl.tuple,
+    entries: gl.tuple,
+    k_smem: gl.shared_memory_descriptor,
+    flags: gl.tuple,
+    KEYS: gl.constexpr,
+    SIZE: gl.constexpr,
+    WINDOW: gl.constexpr,
+    RING: gl.constexpr,
+    WINDOW_RECORD: gl.constexpr,
+    MOST: gl.constexpr,
+    PER_BLOCK: gl.constexpr,
+    MAIN_RECORD: gl.constexpr,
+) -> None:
+    """All keys but the first two turns', by four warps."""
+    full, empty, _, _ = flags
+    main, where, count, main_stride, main_offset = entries
+    RAW: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
+    SCALES: gl.constexpr = gl.SliceLayout(2, gl.BlockedLayout([1, 2, 2], [8, 4, 1], [4, 1, 1], [2, 1, 0]))
+    RAW8: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    EXPONENTS: gl.constexpr = gl.SliceLayout(2, gl.BlockedLayout([1, 1, 8], [4, 8, 1], [4, 1, 1], [2, 1, 0]))
+    TILES: gl.constexpr = WINDOW // KEYS
+    PART: gl.constexpr = KEYS // 4
+    if MOST > 0:
+        places = _fetch_places(where, 0, count, KEYS, RAW)
+    for tile in gl.static_range(2, TILES):
+        mbarrier.wait(empty.index(tile % 2), (tile // 2 - 1) & 1)
+        words = _as_words(k_smem.index(tile % 2))
+        for part in gl.static_range(4):
+            first = tile * KEYS + part * PART
+            both8, exponent = _fetch_window(records, first, PART, SIZE, WINDOW, RING, WINDOW_RECORD, RAW8, EXPONENTS)
+            words.slice(part * PART, PART, dim=0).store(_window_words(both8, exponent, RAW8))
+        fence_async_shared()
+        gl.thread_barrier()
+        mbarrier.arrive(full.index(tile % 2), count=1)
+    if MOST > 0:
+        both, bits = _fetch_entries(main, places, main_stride, main_offset, PER_BLOCK, MAIN_RECORD, SIZE, RAW, SCALES)
+        places = _fetch_places(where, KEYS, count, KEYS, RAW)
+        turn = count * 0 + TILES
+        for first in range(0, count, KEYS):
+            mbarrier.wait(empty.index(turn & 1), (turn // 2 - 1) & 1)
+            _as_words(k_smem.index(turn & 1)).store(_entry_words(both, bits, RAW))
+            fence_async_shared()
+            gl.thread_barrier()
+            mbarrier.arrive(full.index(turn & 1), count=1)
+            # Under way while the others use the buffer.
+            both, bits = _fetch_entries(
+                main, places, main_stride, main_offset, PER_BLOCK, MAIN_RECORD, SIZE, RAW, SCALES
+            )
+            places = _fetch_places(where, first + 2 * KEYS, count, KEYS, RAW)
+            turn += 1
+
+
+@gluon.jit
+def _weigh(
+    room: gl.tuple,
+    flags: gl.tuple,
+    sinks: gl.tensor,
+    scale: gl.tensor,
+    reach: gl.tuple,
+    count: gl.tensor,
+    ROWS: gl.constexpr,
+    WINDOW: gl.constexpr,
+    KEYS: gl.constexpr,
+) -> None:
+    """Scores and their weights in the running softmax, by four warps; rows' sums at the end."""
+    q_smem, k_smem, p_smem, shrinks = room
+    full, _, weighed, told = flags
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
+    column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, SCORES))
+    largest = gl.load(sinks + row) * LOG2E
+    # One sum for each half of the keys; the sink is in the first.
+    total = _sums(gl.where((row[:, None] >= 0) & (column[None, :] == 0), 1.0, 0.0))
+    none = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
+    scale = scale * (LOG2E * _LESS)
+    mbarrier.wait(told.index(0), 0)
+    for turn in range(WINDOW // KEYS + (count + KEYS - 1) // KEYS):
+        mbarrier.wait(full.index(turn & 1), (turn // 2) & 1)
+        scores = warpgroup_mma(q_smem, k_smem.index(turn & 1).permute((1, 0)), none, use_acc=False, is_async=True)
+        seen = _seen(column, turn, reach, count, WINDOW, KEYS)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        scores = gl.where(seen[None, :], scores * scale, float("-inf"))
+        higher = gl.maximum(largest, gl.max(scores, axis=1))
+        shrink = gl.exp2(largest - higher)
+        p = gl.exp2(scores - higher[:, None])
+        p_smem.index(turn & 1).store(p.to(gl.bfloat16))
+        shrinks.index(turn & 1).store(shrink)
+        fence_async_shared()
+        gl.thread_barrier()
+        mbarrier.arrive(weighed.index(turn & 1), count=1)
+        parts = _sums(p)
+        total = total * gl.convert_layout(shrink, gl.SliceLayout(1, parts.type.layout))[:, None] + parts
+        largest = higher
+    shrinks.index(2).store(gl.convert_layout(_LESS / gl.sum(total, axis=1), gl.SliceLayout(1, SCORES)))
+    gl.thread_barrier()
+    mbarrier.arrive(told.index(0), count=1)
+
+
+@gluon.jit
+def _sum(  # noqa: PLR0915 - one pass over the keys
+    queries: gl.tensor,
+    cos: gl.tensor,
+    sin: gl.tensor,
+    records: gl.tuple,
+    left: gl.tuple,
+    room: gl.tuple,
+    flags: gl.tuple,
+    token: gl.tensor,
+    count: gl.tensor,
+    ROWS: gl.constexpr,
+    SIZE: gl.constexpr,
+    PAIRS: gl.constexpr,
+    WINDOW: gl.constexpr,
+    RING: gl.constexpr,
+    WINDOW_RECORD: gl.constexpr,
+    KEYS: gl.constexpr,
+    PER_GROUP: gl.constexpr,
+) -> None:
+    """Queries and the first two turns' keys, weighted values, and what is left, by eight warps."""
+    q_smem, k_smem, p_smem, shrinks = room
+    full, empty, weighed, told = flags
+    out, spans, rows = left
+    HALF: gl.constexpr = SIZE // 2
+    LAST: gl.constexpr = HALF // _CHUNK - 1
+    TURN: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [8, 1], [1, 0])
+    RAW8: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [8, 1], [1, 0])
+    EXPONENTS: gl.constexpr = gl.SliceLayout(2, gl.BlockedLayout([1, 1, 8], [8, 4, 1], [8, 1, 1], [2, 1, 0]))
+    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 128, 16])
+    ROWS_ACC: gl.constexpr = gl.SliceLayout(1, VALUES)
+    # All that needs no other load is asked for before anything waits.
+    heads = queries + (token * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, TURN))) * HALF
+    pairs0 = _fetch_queries(heads, 0, _CHUNK, TURN)
+    if LAST == 3:
+        pairs1 = _fetch_queries(heads, 1, _CHUNK, TURN)
+        pairs2 = _fetch_queries(heads, 2, _CHUNK, TURN)
+    pairs3 = _fetch_queries(heads, LAST, _CHUNK, TURN)
+    c = _angles(cos, token, 1.0, PAIRS, _CHUNK, TURN)
+    s = _angles(sin, token, 0.0, PAIRS, _CHUNK, TURN)
+    gl.thread_barrier()  # or loads of queries would be put behind what waits for the others
+    both8, exponent = _fetch_window(records, 0, KEYS, SIZE, WINDOW, RING, WINDOW_RECORD, RAW8, EXPONENTS)
+    even0, odd0 = _plain_words(pairs0)
+    even3, odd3 = _turned_words(pairs3, c, s)
+    if LAST == 3:
+        even1, odd1 = _plain_words(pairs1)
+        even2, odd2 = _plain_words(pairs2)
+        even0, odd0 = _beside(even0, even1), _beside(odd0, odd1)
+        even3, odd3 = _beside(even2, even3), _beside(odd2, odd3)
+    # In one go: between stores into slices of a buffer all warps wait for each other.
+    _as_words(q_smem).store(_beside(_beside(even0, even3), _beside(odd0, odd3)))
+    next8, exponent_next = _fetch_window(records, KEYS, KEYS, SIZE, WINDOW, RING, WINDOW_RECORD, RAW8, EXPONENTS)
+    _as_words(k_smem.index(0)).store(_window_words(both8, exponent, RAW8))
+    fence_async_shared()
+    gl.thread_barrier()
+    mbarrier.arrive(told.index(0), count=1)
+    mbarrier.arrive(full.index(0), count=1)
+    _as_words(k_smem.index(1)).store(_window_words(next8, exponent_next, RAW8))
+    fence_async_shared()
+    gl.thread_barrier()
+    mbarrier.arrive(full.index(1), count=1)
+
+    acc = gl.zeros([ROWS, SIZE], gl.float32, VALUES)
+    for turn in range(WINDOW // KEYS + (count + KEYS - 1) // KEYS):
+        mbarrier.wait(weighed.index(turn & 1), (turn // 2) & 1)
+        acc = acc * shrinks.index(turn & 1).load(ROWS_ACC)[:, None]
+        acc = warpgroup_mma(p_smem.index(turn & 1), k_smem.index(turn & 1), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        gl.thread_barrier()
+        mbarrier.arrive(empty.index(turn & 1), count=1)
+
+    c = _angles(cos, token, 1.0, PAIRS, _CHUNK, TURN)
+    s = _angles(sin, token, 0.0, PAIRS, _CHUNK, TURN)
+    mbarrier.wait(told.index(0), 1)
+    # A product with a row's reciprocal has the bits of a division of each element.
+    q_smem.store((acc * shrinks.index(2).load(ROWS_ACC)[:, None]).to(gl.bfloat16))
+    _leave(q_smem, c, s, out, spans, rows, token, PER_GROUP, HALF, _CHUNK, TURN)
+
+
+@gluon.jit
+def attend_kernel(
     queries: gl.tensor,
     cos: gl.tensor,
     sin: gl.tensor,
@@ -251,175 +500,46 @@ def attend_kernel(  # noqa: C901, PLR0912, PLR0915 - one pass over the keys
     """PER_GROUP: 0, or heads of a group: `out` is then e4m3, group after group, under a scale for 256 columns."""
     gl.static_assert(KEYS == 64 and ROWS == 64 and HEADS == ROWS)
     gl.static_assert(WINDOW % KEYS == 0 and WINDOW >= 2 * KEYS)
-    HALF: gl.constexpr = SIZE // 2
-    RAW: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [8, 1], [1, 0])
-    RAW8: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [8, 1], [1, 0])
-    EXPONENTS: gl.constexpr = gl.SliceLayout(2, gl.BlockedLayout([1, 1, 8], [8, 4, 1], [8, 1, 1], [2, 1, 0]))
-    SCALES: gl.constexpr = gl.SliceLayout(2, gl.BlockedLayout([1, 2, 2], [8, 4, 1], [8, 1, 1], [2, 1, 0]))
-    WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
-    TURN: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, KEYS // 2, 16])
-    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 256, 16])
-    WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    ROWS_ACC: gl.constexpr = gl.SliceLayout(1, VALUES)
-    CHUNK: gl.constexpr = 64
-
+    gl.static_assert(PAIRS <= _CHUNK)
     token = gl.program_id(0).to(gl.int64)
     slot = gl.load(slots + token)
     position, begin = gl.load(positions + token).to(gl.int32), gl.load(begins + token).to(gl.int32)
     oldest = gl.maximum(gl.load(lowest + token), 0).to(gl.int32)
     own_row = gl.load(starts + token).to(gl.int32) - begin
+    count = position * 0
     if MOST > 0:
         count = gl.where(slot >= 0, gl.load(counts + token), 0)
-        places = _fetch_places(where + token * MOST, 0, count, KEYS, RAW)
-    both8, exponent = _fetch_window(
-        own,
-        ring,
-        position,
-        oldest,
-        begin,
-        own_row,
-        slot,
-        0,
-        ring_stride,
-        ring_offset,
-        KEYS,
-        SIZE,
-        WINDOW,
-        RING,
-        WINDOW_RECORD,
-        RAW8,
-        EXPONENTS,
-    )
-
-    q_smem = gl.allocate_shared_memory(gl.bfloat16, [ROWS, SIZE], WIDE)
-    k_smem = gl.allocate_shared_memory(gl.bfloat16, [2, KEYS, SIZE], WIDE)
-    p_smem = gl.allocate_shared_memory(gl.bfloat16, [ROWS, KEYS], WIDE)
-
-    head = gl.arange(0, ROWS, layout=gl.SliceLayout(1, TURN))
-    for chunk in gl.static_range(HALF // CHUNK):
-        pair = chunk * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(0, TURN))
-        pairs = gl.load(queries + (token * HEADS + head[:, None]) * HALF + pair[None, :])
-        even = (pairs << 16).to(gl.float32, bitcast=True)
-        odd = (pairs & -65536).to(gl.float32, bitcast=True)
-        if (chunk + 1) * CHUNK > HALF - PAIRS:
-            turns = pair >= HALF - PAIRS
-            c = gl.load(cos + token * PAIRS + pair - (HALF - PAIRS), mask=turns, other=1.0)[None, :]
-            s = gl.load(sin + token * PAIRS + pair - (HALF - PAIRS), mask=turns, other=0.0)[None, :]
-            q_smem.slice(chunk * CHUNK, CHUNK, dim=1).store((even * c - odd * s).to(gl.bfloat16))
-            q_smem.slice(HALF + chunk * CHUNK, CHUNK, dim=1).store((odd * c + even * s).to(gl.bfloat16))
-        else:
-            q_smem.slice(chunk * CHUNK, CHUNK, dim=1).store(even.to(gl.bfloat16))
-            q_smem.slice(HALF + chunk * CHUNK, CHUNK, dim=1).store(odd.to(gl.bfloat16))
-
-    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
-    column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, SCORES))
-    largest = gl.load(sinks + row) * LOG2E
-    # One sum for each half of the keys, which different warps add up; the sink is in the first.
-    total = _sums(gl.where((row[:, None] >= 0) & (column[None, :] == 0), 1.0, 0.0))
-    acc = gl.zeros([ROWS, SIZE], gl.float32, VALUES)
-    none = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
-    scale = scale * LOG2E
-
-    TILES: gl.constexpr = WINDOW // KEYS
-    _as_words(k_smem.index(0), WORDS).store(_window_words(both8, exponent, RAW8))
-    both8, exponent = _fetch_window(
-        own,
-        ring,
-        position,
-        oldest,
-        begin,
-        own_row,
-        slot,
-        KEYS,
-        ring_stride,
-        ring_offset,
-        KEYS,
-        SIZE,
-        WINDOW,
-        RING,
-        WINDOW_RECORD,
-        RAW8,
-        EXPONENTS,
-    )
-    fence_async_shared()
-    for tile in gl.static_range(TILES):
-        here = k_smem.index(tile % 2)
-        there = k_smem.index((tile + 1) % 2)
-        scores = warpgroup_mma(q_smem, here.permute((1, 0)), none, use_acc=False, is_async=True)
-        if tile + 1 < TILES:
-            _as_words(there, WORDS).store(_window_words(both8, exponent, RAW8))
-        elif MOST > 0:
-            _as_words(there, WORDS).store(_entry_words(both, bits, RAW))  # noqa: F821 - fetched in the turn before
-        fence_async_shared()
-        scores = warpgroup_mma_wait(0, deps=[scores])
-        at = position - (WINDOW - 1) + tile * KEYS + column
-        seen = (at >= oldest) & (slot >= 0) & (at <= position)
-        acc, largest, total = _weigh(scores, seen, p_smem, acc, largest, total, scale, ROWS_ACC)
-        acc = warpgroup_mma(p_smem, here, acc, is_async=True)
-        if tile + 2 < TILES:
-            both8, exponent = _fetch_window(
-                own,
-                ring,
-                position,
-                oldest,
-                begin,
-                own_row,
-                slot,
-                (tile + 2) * KEYS,
-                ring_stride,
-                ring_offset,
-                KEYS,
-                SIZE,
-                WINDOW,
-                RING,
-                WINDOW_RECORD,
-                RAW8,
-                EXPONENTS,
-            )
-        elif MOST > 0:
-            both, bits = _fetch_entries(
-                main, places, main_stride, main_offset, PER_BLOCK, MAIN_RECORD, SIZE, RAW, SCALES
-            )
-            places = _fetch_places(where + token * MOST, (tile + 3 - TILES) * KEYS, count, KEYS, RAW)
-        acc = warpgroup_mma_wait(0, deps=[acc])
-    if MOST > 0:
-        buffer = TILES % 2
-        for first in range(0, count, KEYS):
-            here = k_smem.index(buffer)
-            there = k_smem.index(1 - buffer)
-            scores = warpgroup_mma(q_smem, here.permute((1, 0)), none, use_acc=False, is_async=True)
-            _as_words(there, WORDS).store(_entry_words(both, bits, RAW))
-            fence_async_shared()
-            scores = warpgroup_mma_wait(0, deps=[scores])
-            seen = first + column < count
-            acc, largest, total = _weigh(scores, seen, p_smem, acc, largest, total, scale, ROWS_ACC)
-            acc = warpgroup_mma(p_smem, here, acc, is_async=True)
-            # Behind the turn's last fence, which may wait for loads that are under way.
-            both, bits = _fetch_entries(
-                main, places, main_stride, main_offset, PER_BLOCK, MAIN_RECORD, SIZE, RAW, SCALES
-            )
-            places = _fetch_places(where + token * MOST, first + 3 * KEYS, count, KEYS, RAW)
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            buffer = 1 - buffer
-
-    q_smem.store((acc / gl.convert_layout(gl.sum(total, axis=1), ROWS_ACC)[:, None]).to(gl.bfloat16))
-    for chunk in gl.static_range(HALF // CHUNK):
-        pair = chunk * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(0, TURN))
-        low, high = _left(q_smem, cos, sin, token, chunk, ROWS, HALF, PAIRS, CHUNK, TURN)
-        if PER_GROUP == 0:
-            packed = (low.to(gl.uint32, bitcast=True) >> 16) | (high.to(gl.uint32, bitcast=True) & 0xFFFF0000)
-            gl.store(out + (token * HEADS + head[:, None]) * HALF + pair[None, :], packed.to(gl.int32, bitcast=True))
-        elif chunk % 2 == 0:
-            low_before, high_before = low, high
-        else:
-            largest = gl.maximum(_largest(low_before, high_before), _largest(low, high))
-            exponent = (_ratio(largest).to(gl.int32, bitcast=True) + 0x7FFFFF) >> 23
-            inverse = _power(254 - exponent)[:, None]
-            row = head // PER_GROUP * (rows // (HEADS // PER_GROUP)) + token
-            inside = head % PER_GROUP
-            place = out + row.to(gl.int64)[:, None] * (PER_GROUP * HALF) + inside[:, None] * HALF + pair[None, :]
-            gl.store(place - CHUNK, as_e4m3(low_before * inverse, high_before * inverse))
-            gl.store(place, as_e4m3(low * inverse, high * inverse))
-            span = inside * (HALF // (2 * CHUNK)) + chunk // 2
-            gl.store(spans + span * rows + row, _power(exponent))
+    q_smem = gl.allocate_shared_memory(gl.bfloat16, [ROWS, SIZE], _WIDE)
+    k_smem = gl.allocate_shared_memory(gl.bfloat16, [2, KEYS, SIZE], _WIDE)
+    p_smem = gl.allocate_shared_memory(gl.bfloat16, [2, ROWS, KEYS], _WIDE)
+    # Of each buffer, and what the sums are multiplied with at the end.
+    shrinks = gl.allocate_shared_memory(gl.float32, [3, ROWS], _PLAIN)
+    full = gl.allocate_shared_memory(gl.int64, [2, 1], _FLAGS)
+    empty = gl.allocate_shared_memory(gl.int64, [2, 1], _FLAGS)
+    weighed = gl.allocate_shared_memory(gl.int64, [2, 1], _FLAGS)
+    # That queries are there, then that sums of weights are.
+    told = gl.allocate_shared_memory(gl.int64, [1, 1], _FLAGS)
+    for buffer in gl.static_range(2):
+        mbarrier.init(full.index(buffer), count=1)
+        mbarrier.init(empty.index(buffer), count=1)
+        mbarrier.init(weighed.index(buffer), count=1)
+    mbarrier.init(told.index(0), count=1)
+    gl.thread_barrier()
+    records = (own, ring, position, oldest, begin, own_row, slot, ring_stride, ring_offset)
+    entries = (main, where + token * MOST, count, main_stride, main_offset)
+    room, flags, left = (q_smem, k_smem, p_smem, shrinks), (full, empty, weighed, told), (out, spans, rows)
+    gl.warp_specialize(
+        [
+            (_sum, (
+                queries, cos, sin, records, left, room, flags, token, count, ROWS, SIZE, PAIRS, WINDOW, RING,
+                WINDOW_RECORD, KEYS, PER_GROUP,
+            )),
+            (_weigh, (room, flags, sinks, scale, (position, oldest, slot), count, ROWS, WINDOW, KEYS)),
+            (_unpack, (
+                records, entries, k_smem, flags, KEYS, SIZE, WINDOW, RING, WINDOW_RECORD, MOST, PER_BLOCK,
+                MAIN_RECORD,
+            )),
+        ],
+        [4, 4],
+        [_SCORING, _UNPACKING],
+    )  # fmt: skip

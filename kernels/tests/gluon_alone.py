@@ -159,9 +159,22 @@ def as_e4m3(low, high):
 
 
 def pair(low, high, scale):
-    factor = (scale << 16).view(torch.float32)
-    low, high = ((each * factor).bfloat16().view(torch.int16).int() for each in (low, high))
+    factor = (scale << 16).view(torch.float32).double()
+    low, high = ((each.double() * factor).float().bfloat16().view(torch.int16).int() for each in (low, high))
     return valued((low & 0xFFFF) | (high << 16))
+
+
+def e2m1_pairs(four, scale):
+    """As e2m1_words; the scale is 2 ** 126 times as large, and a word's bits mean as much less."""
+    values = [_E2M1[(four >> shift).long() & 15] * 2.0**-126 for shift in range(0, 32, 4)]
+    return tuple(pair(values[low], values[low + 2], scale) for low in (0, 4, 1, 5))
+
+
+def e4m3_pairs(four, scale):
+    """As e4m3_words; the scale is 2 ** 120 times as large."""
+    parts = [((four >> shift) & 255).to(torch.uint8).view(torch.float8_e4m3fn).double() for shift in range(0, 32, 8)]
+    parts = [part * 2.0**-120 for part in parts]
+    return pair(parts[0], parts[2], scale), pair(parts[1], parts[3], scale)
 
 
 @dataclass
@@ -354,7 +367,9 @@ class Machine:
             "as_e4m3": as_e4m3,
             "e2m1_bytes": e2m1_bytes,
             "e2m1_halves": e2m1_halves,
+            "e2m1_pairs": e2m1_pairs,
             "e2m1_words": e2m1_words,
+            "e4m3_pairs": e4m3_pairs,
             "e4m3_words": e4m3_words,
         }
 

@@ -352,8 +352,7 @@ def v41_units(rows: int) -> None:
     powers = Powers(u8(experts, 2 * WIDTH), fp32(experts, 2 * WIDTH), i32(64, 2), spread_binades=2)
     unpack(packed, powers)
     turned = gathered(SpanRows(torch.empty(rows, HIDDEN, dtype=kind), fp32(1, rows)), groups.sources, turns=True)
-    for cut in gpu_grouped_packed.CUTS:
-        gpu_grouped_packed.multiply(turned, packed, powers, groups.ends, cut=cut)
+    gpu_grouped_packed.multiply(turned, packed, powers, groups.ends)
     swiglu_rows(bf16(slots, 2 * WIDTH), groups.targets, fp32(slots), limit=10.0, turns=True)
     up = RowScaled(torch.empty(experts, 2 * WIDTH, HIDDEN, dtype=kind), fp32(experts, 2 * WIDTH))
     down = RowScaled(torch.empty(experts, HIDDEN, WIDTH, dtype=kind), fp32(experts, HIDDEN))
