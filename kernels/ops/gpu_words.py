@@ -1,6 +1,7 @@
-"""How do packed four- and eight-bit values become bf16 in a kernel in Gluon?
+"""How do packed four- and eight-bit values become bf16 or e4m3 in a kernel in Gluon?
 
-As in `kernels.ops.gpu_formats`, two at a time: bits under a bf16's exponent are the value times a power of two.
+As in `kernels.ops.gpu_formats`, several at a time: bits under a bf16's exponent are the value times a power of two, and
+a table of eight bytes is looked up by nibbles.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
@@ -11,84 +12,12 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def e2m1_words(four: gl.tensor, scale: gl.tensor) -> gl.tuple:
+def e2m1_pairs(four: gl.tensor, scale: gl.tensor) -> gl.tuple:
     """Four bytes, eight e2m1, times a scale: the low nibbles of bytes 0, 1 and 2, 3, then the high ones.
 
-    Two bf16 in an int32 everywhere: bytes that pass from turn to turn would take a register each.
+    scale: 2 ** 126 times as large, in which the format's own power is. Two bf16 in an int32 everywhere: bytes that pass
+    from turn to turn would take a register each.
     """
-    return gl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 a, b, c, d, k;
-        mov.b32 k, 0x7E807E80;
-        prmt.b32 a, $4, 0, 0x4140;
-        prmt.b32 b, $4, 0, 0x4342;
-        shl.b32 c, a, 12;
-        and.b32 c, c, 0x80008000;
-        shl.b32 d, a, 6;
-        lop3.b32 c, d, 0x01C001C0, c, 0xEA;
-        mul.rn.bf16x2 c, c, k;
-        mul.rn.bf16x2 $0, c, $5;
-        shl.b32 c, b, 12;
-        and.b32 c, c, 0x80008000;
-        shl.b32 d, b, 6;
-        lop3.b32 c, d, 0x01C001C0, c, 0xEA;
-        mul.rn.bf16x2 c, c, k;
-        mul.rn.bf16x2 $1, c, $5;
-        shl.b32 c, a, 8;
-        and.b32 c, c, 0x80008000;
-        shl.b32 d, a, 2;
-        lop3.b32 c, d, 0x01C001C0, c, 0xEA;
-        mul.rn.bf16x2 c, c, k;
-        mul.rn.bf16x2 $2, c, $5;
-        shl.b32 c, b, 8;
-        and.b32 c, c, 0x80008000;
-        shl.b32 d, b, 2;
-        lop3.b32 c, d, 0x01C001C0, c, 0xEA;
-        mul.rn.bf16x2 c, c, k;
-        mul.rn.bf16x2 $3, c, $5;
-        }
-        """,
-        "=&r,=&r,=&r,=&r,r,r",
-        [four, scale],
-        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
-        is_pure=True,
-        pack=1,
-    )
-
-
-@gluon.jit
-def e4m3_words(four: gl.tensor, scale: gl.tensor) -> gl.tuple:
-    """Four e4m3 times a scale: those of bytes 0 and 2, then of 1 and 3."""
-    return gl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 c, d, k;
-        mov.b32 k, 0x7B807B80;
-        shl.b32 c, $2, 8;
-        and.b32 c, c, 0x80008000;
-        shl.b32 d, $2, 4;
-        lop3.b32 c, d, 0x07F007F0, c, 0xEA;
-        mul.rn.bf16x2 c, c, k;
-        mul.rn.bf16x2 $0, c, $3;
-        and.b32 c, $2, 0x80008000;
-        shr.b32 d, $2, 4;
-        lop3.b32 c, d, 0x07F007F0, c, 0xEA;
-        mul.rn.bf16x2 c, c, k;
-        mul.rn.bf16x2 $1, c, $3;
-        }
-        """,
-        "=&r,=&r,r,r",
-        [four, scale],
-        dtype=(gl.int32, gl.int32),
-        is_pure=True,
-        pack=1,
-    )
-
-
-@gluon.jit
-def e2m1_pairs(four: gl.tensor, scale: gl.tensor) -> gl.tuple:
-    """As e2m1_words, in fewer instructions: the scale is 2 ** 126 times as large."""
     return gl.inline_asm_elementwise(
         """
         {
@@ -125,7 +54,7 @@ def e2m1_pairs(four: gl.tensor, scale: gl.tensor) -> gl.tuple:
 
 @gluon.jit
 def e4m3_pairs(four: gl.tensor, scale: gl.tensor) -> gl.tuple:
-    """As e4m3_words, likewise: the scale is 2 ** 120 times as large."""
+    """Four e4m3 times a scale: those of bytes 0 and 2, then of 1 and 3.  scale: 2 ** 120 times as large."""
     return gl.inline_asm_elementwise(
         """
         {

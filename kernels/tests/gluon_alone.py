@@ -112,12 +112,6 @@ class Pending:
         return valued(acc + a.float() @ b.float())
 
 
-def e2m1_words(four, scale):
-    """As the kernels' PTX: low nibbles of bytes 0, 1 and 2, 3, then the high ones, times a bf16, two in a word."""
-    values = [_E2M1[(four >> shift).long() & 15] for shift in range(0, 32, 4)]
-    return tuple(pair(values[low], values[low + 2], scale) for low in (0, 4, 1, 5))
-
-
 def e2m1_bytes(four, low, high):
     """As the kernels' PTX: e4m3 bytes that nibbles choose, those of values 0 to 3, then 4 to 7."""
     both = (low.long() & 0xFFFFFFFF) | (high.long() << 32)
@@ -146,12 +140,6 @@ def e2m1_halves(four, *tables):
     return tuple(made)
 
 
-def e4m3_words(four, scale):
-    """Likewise: bytes 0 and 2, then 1 and 3."""
-    parts = [((four >> shift) & 255).to(torch.uint8).view(torch.float8_e4m3fn).float() for shift in range(0, 32, 8)]
-    return pair(parts[0], parts[2], scale), pair(parts[1], parts[3], scale)
-
-
 def as_e4m3(low, high):
     """Two in an int16; what is beyond the largest becomes it."""
     low, high = (each.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).int() for each in (low, high))
@@ -165,13 +153,13 @@ def pair(low, high, scale):
 
 
 def e2m1_pairs(four, scale):
-    """As e2m1_words; the scale is 2 ** 126 times as large, and a word's bits mean as much less."""
+    """As the kernels' PTX: low nibbles of bytes 0, 1 and 2, 3, then the high ones, times a bf16 / 2 ** 126, two in a word."""
     values = [_E2M1[(four >> shift).long() & 15] * 2.0**-126 for shift in range(0, 32, 4)]
     return tuple(pair(values[low], values[low + 2], scale) for low in (0, 4, 1, 5))
 
 
 def e4m3_pairs(four, scale):
-    """As e4m3_words; the scale is 2 ** 120 times as large."""
+    """Likewise: bytes 0 and 2, then 1 and 3, times a bf16 / 2 ** 120."""
     parts = [((four >> shift) & 255).to(torch.uint8).view(torch.float8_e4m3fn).double() for shift in range(0, 32, 8)]
     parts = [part * 2.0**-120 for part in parts]
     return pair(parts[0], parts[2], scale), pair(parts[1], parts[3], scale)
@@ -368,9 +356,7 @@ class Machine:
             "e2m1_bytes": e2m1_bytes,
             "e2m1_halves": e2m1_halves,
             "e2m1_pairs": e2m1_pairs,
-            "e2m1_words": e2m1_words,
             "e4m3_pairs": e4m3_pairs,
-            "e4m3_words": e4m3_words,
         }
 
     def function(self, kernel: JITFunction[Any]) -> FunctionType:
