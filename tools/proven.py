@@ -27,6 +27,8 @@ EVERYTHING = ("tools", "k8s", "proto", "services/chassis", "services/local")
 _UNREAD = {".md", ".svg"}
 """Pages: only tests that name one, and those above, can depend on them."""
 _CACHES = SKIP | {"__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis", ".import_linter_cache"}
+_LEFT_BEHIND = {".fathom-digest.json"}
+"""What a program that has read weights leaves beside them, tests too: no test depends on it."""
 _DOTTED = re.compile(r"[a-z_]\w*(\.\w+)+")
 
 
@@ -117,7 +119,7 @@ def _read() -> dict[str, str]:
 def _files(root: Path) -> Iterable[str]:
     for folder, inner, names in os.walk(root):
         inner[:] = sorted(each for each in set(inner) - _CACHES if not each.endswith(".egg-info"))
-        for name in names:
+        for name in sorted(set(names) - _LEFT_BEHIND):
             yield str(Path(folder, name).relative_to(root))
 
 

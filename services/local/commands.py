@@ -358,7 +358,7 @@ def _counted(health: Sequence[Health], suite: state.SuiteState, begun: starting.
     count = f"{len(health)} processes, {'all' if num_ready == len(health) else num_ready} ready"
     if suite.stopping:
         return f"{count}; {STOPPING}"
-    return f"{count}; still starting" if begun is not None else count
+    return f"{count}; still starting: waits for a first answer" if begun is not None else count
 
 
 def _fail(reason: str) -> NoReturn:

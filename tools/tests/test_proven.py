@@ -65,6 +65,13 @@ def test_a_new_and_an_unchanged_test(root: Path) -> None:
     assert ["services/recipe/tests/test_page.py"] == tree.tests(["services", "--ignore=services/decode"])
 
 
+def test_what_a_test_leaves_beside_weights_runs_nothing_again(root: Path) -> None:
+    """A model's digest is written by whoever reads the model first."""
+    (root / "kernels/tests/.fathom-digest.json").write_text("{}")
+
+    assert [] == proven.unproven(proven.Tree(root), TESTS)
+
+
 def test_a_damaged_ledger_proves_nothing(root: Path) -> None:
     """All tests run."""
     proven.LEDGER.write_text("{")

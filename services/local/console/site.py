@@ -75,8 +75,9 @@ class Site:
     def _unknown(self, wanted: str) -> dict[str, str]:
         if not len(self._store):
             return {"error": "no request was recorded yet: ask something first"}
+        num_kept = min(len(self._store), MAX_TRACES)
         return {
-            "error": f"no request {wanted!r} among the newest {min(len(self._store), MAX_TRACES)} that were recorded; "
+            "error": f"no request {wanted!r} among the newest {num_kept} recorded since this suite started; "
             "it is there half a second after its end, unless its traceparent said no or very many came at once"
         }
 
