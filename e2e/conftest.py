@@ -97,7 +97,8 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """Let a test that measures wait for the other worker's test to end, and keep its next one waiting.
 
     The turn is kept from one such test to the next: to wait for one of the other's long tests each time would take
-    minutes. Outside of every timeout. No one goes hungry: tests that measure have an end.
+    minutes. Outside of every timeout. No one goes hungry: tests that measure have an end, and a worker that stops at
+    a failure gives its turn up.
     """
     turn = turn_of(item.config)
     if turn is None:
@@ -106,8 +107,16 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     try:
         return (yield)
     finally:
-        if not (_is_alone(item) and _is_alone(nextitem)):
+        is_last = bool(item.session.shouldstop or item.session.shouldfail)
+        if is_last or not (_is_alone(item) and _is_alone(nextitem)):
             turn.give()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """However this worker ended, the other one goes on."""
+    turn = turn_of(session.config)
+    if turn is not None:
+        turn.give()
 
 
 def _is_alone(item: pytest.Item | None) -> bool:

@@ -23,11 +23,11 @@ from services.local.logs import NoSuchLog, follow
 from services.local.plan import CONSOLE, Dtype, Options
 from services.local.progress import Display, display
 from services.local.replayed import Replay, folder_with
+from services.local.starting import NotStarted
 from services.local.status import status_table
 from services.local.talk import KeyNeeded, Unanswered, first_model
 from services.local.talk import chat as stream_chat
 from services.local.trace import trace
-from services.local.up import NotStarted
 from services.local.up import up as start_suite
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}

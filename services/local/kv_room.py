@@ -22,7 +22,7 @@ def check_room(options: Options) -> None:
     options: of a model that is there.
     """
     typed = {field: value for owner, field, value in options.settings if owner == "kvstore"}
-    max_bytes = int(typed.get("max_bytes", options.kv_bytes // options.num_kvstore))
+    max_bytes = int(float(typed.get("max_bytes", options.kv_bytes // options.num_kvstore)))  # 2000000.0 is taken too
     if max_bytes >= least_bytes(LONGEST_BYTES):
         return
     block_bytes = block_bytes_of(options.model, _dtype_of(options))

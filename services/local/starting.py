@@ -22,6 +22,10 @@ WRITE_SECONDS = 0.3
 NOTHING_RUNS = "nothing is running here: run fathom up"
 
 
+class NotStarted(Exception):  # noqa: N818 - reads as what happened
+    """The suite did not come up; the text is the reason, for the person who started it."""
+
+
 class Starting(BaseModel):
     """What a start is at."""
 
@@ -104,5 +108,8 @@ class _Announcing:
         self._phase, self._written = phase, now
         begun = Starting(command=self._command, phase=phase, done=done, total=total)
         draft = self._home.starting.with_name(f"{self._home.starting.name}.{os.getpid()}")
-        draft.write_text(begun.model_dump_json(), encoding="utf-8")
-        draft.replace(self._home.starting)
+        try:
+            draft.write_text(begun.model_dump_json(), encoding="utf-8")
+            draft.replace(self._home.starting)
+        except OSError as reason:
+            raise NotStarted(f"{self._home.root} cannot be written any more: {reason}") from None

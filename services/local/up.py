@@ -18,7 +18,7 @@ from services.local.interrupts import Ears, Interrupted, StoppedByDown
 from services.local.plan import CONSOLE, Options
 from services.local.ports import holder_of, is_free
 from services.local.progress import Display
-from services.local.starting import announced
+from services.local.starting import NotStarted, announced
 from services.local.talk import KeyNeeded, Unanswered, one_token
 
 POLL_SECONDS = 0.3
@@ -31,10 +31,6 @@ MOST_ENDS = 3
 TAIL_LINES = 15
 INTERRUPTED = 130  # what a shell says of a command that Ctrl-C ended
 BAD_SETTINGS = "bad settings\n"
-
-
-class NotStarted(Exception):  # noqa: N818 - reads as what happened
-    """The suite did not come up; the text is the reason, for the person who started it."""
 
 
 def up(home: Home, options: Options, display: Display, prepare: Callable[[Display], Options], *, detach: bool) -> int:
@@ -50,7 +46,12 @@ def up(home: Home, options: Options, display: Display, prepare: Callable[[Displa
     try:
         ears.listen()
         with announced(home, display) as show:
-            supervisor = _launch(home, show, prepare, lock, bound=not detach)
+            try:
+                options = prepare(show)
+                with ears.held():  # or an interruption leaves a supervisor that nobody knows of
+                    supervisor = _start_supervisor(home, options, lock, bound=not detach)
+            finally:
+                os.close(lock)  # the supervisor has its own: when it ends, the directory is free
             with show:
                 suite = _wait_ready(home, supervisor, show, ears)
                 model = _first_token(suite.url)
@@ -133,15 +134,6 @@ def fault(health: Sequence[Health]) -> Health | None:
     return None
 
 
-def _launch(
-    home: Home, show: Display, prepare: Callable[[Display], Options], lock: int, *, bound: bool
-) -> subprocess.Popen[bytes]:
-    try:
-        return _start_supervisor(home, prepare(show), lock, bound=bound)
-    finally:
-        os.close(lock)  # the supervisor has its own: when it ends, the directory is free
-
-
 def _start_supervisor(home: Home, options: Options, lock: int, *, bound: bool) -> subprocess.Popen[bytes]:
     _check_port(options.port)  # the model may have taken minutes
     home.prepare()
@@ -183,6 +175,8 @@ def _wait_ready(home: Home, supervisor: subprocess.Popen[bytes], display: Displa
                     f"{slow.process.name} made no progress for {STALL_SECONDS:.0f} s (stage: {slow.stage}):\n"
                     f"{tail(Path(slow.process.log))}"
                 )
+        elif time.monotonic() - last_change > STALL_SECONDS:
+            raise NotStarted(f"{home.state} was not written for {STALL_SECONDS:.0f} s:\n{tail(home.supervisor_log)}")
         time.sleep(POLL_SECONDS)
 
 

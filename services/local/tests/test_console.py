@@ -22,8 +22,9 @@ from services.local.home import Home
 from services.local.logs import Tail, follow, merged
 from services.local.plan import Options
 from services.local.progress import LineDisplay
+from services.local.starting import NotStarted
 from services.local.talk import Answer, Unanswered, chat, events, first_model
-from services.local.up import NotStarted, _first_token, claim, console_lines, fault, last_words, ready_lines, tail
+from services.local.up import _first_token, claim, console_lines, fault, last_words, ready_lines, tail
 
 
 def health(

@@ -127,6 +127,8 @@ def v41_need(
     scores = _BF16 * most * max(graph_contexts, default=0)
     here = moe.num_experts if experts_here is None else experts_here
     weights = weight_bytes(config, experts, experts_here=here, has_drafter=has_drafter, is_invariant=is_invariant)
+    if in_registers:  # a row's largest power, and the scale that it stands for
+        weights += config.num_layers * here * (2 * moe.width + hidden) * (1 + _FP32)
     modes = {"is_invariant": is_invariant, "in_registers": in_registers}
     if unpacks(config, experts, step_tokens=step_tokens, experts_here=here, **modes):
         weights += room_bytes(config, here)

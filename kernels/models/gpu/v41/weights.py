@@ -193,7 +193,7 @@ class Loader:
         """What of that which was loaded is kept otherwise than was asked for, in words."""
         kept = {
             "kept in bf16, since one scale a row would lose bits": self._wide,
-            "kept in fp4, since the scales of a row are too far apart for e4m3": self._routed.packed,
+            "multiplied in bf16 from fp4, since the scales of a row are too far apart": self._routed.packed,
         }
         return tuple(
             f"{why}: {len(names)} ({', '.join(names[:_NAMED])}{', ...' if len(names) > _NAMED else ''})"
