@@ -41,8 +41,7 @@ def timed_event() -> torch.cuda.Event:
 
 def yardsticks() -> dict[str, float]:
     """Measured ceilings: rates of copies, reads and pinned host memory (bytes/s), bf16 GEMM (FLOP/s), a kernel (s)."""
-    if not torch.cuda.is_available():
-        raise SystemExit("this needs a GPU, and a torch with CUDA: none is here")
+    _need_gpu()
     source = torch.randn(1 << 30, device="cuda", dtype=torch.bfloat16)
     target = torch.empty_like(source)
     copy = event_seconds(lambda: target.copy_(source))
@@ -64,10 +63,14 @@ def yardsticks() -> dict[str, float]:
     }
 
 
+def _need_gpu() -> None:
+    if not torch.cuda.is_available():
+        raise SystemExit("this needs a GPU, and a torch with CUDA: none is here")
+
+
 def machine() -> str:
     """Which GPU and software."""
     import triton
 
-    if not torch.cuda.is_available():
-        raise SystemExit("this needs a GPU, and a torch with CUDA: none is here")
+    _need_gpu()
     return f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}"

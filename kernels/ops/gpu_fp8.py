@@ -14,6 +14,7 @@ The kernels that make rows see whole ones, so they write them restated at once. 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -137,13 +138,7 @@ def grouped_product(x: SpanRows, matrices: RowScaled, ends: Tensor) -> Tensor:
     check(len(x.scale) == 1 and matrices.experts == len(ends), "a row has one scale, an expert one end")
     check(not x.is_turned, "the library takes columns in their order")
     if x.data.is_cpu:
-        out = torch.full((len(x), matrices.out), float("nan"), dtype=torch.bfloat16)
-        rows, start = x.dense(), 0
-        for expert, end in enumerate(ends.tolist()):
-            if start < end:
-                out[start:end] = (rows[start:end] @ matrices.dense(expert).t()).bfloat16()
-            start = end
-        return out
+        return grouped_twin(x, matrices.out, matrices.dense, ends)
     if not len(x):
         return torch.empty(0, matrices.out, dtype=torch.bfloat16, device=x.data.device)
     return torch._scaled_grouped_mm(  # noqa: SLF001 - no public name
@@ -155,6 +150,17 @@ def grouped_product(x: SpanRows, matrices: RowScaled, ends: Tensor) -> Tensor:
         out_dtype=torch.bfloat16,
         use_fast_accum=False,
     )
+
+
+def grouped_twin(x: SpanRows, out: int, dense: Callable[[int], Tensor], ends: Tensor) -> Tensor:
+    """The same by torch.  dense: an expert's matrix, [out, in] fp32."""
+    made = torch.full((len(x), out), float("nan"), dtype=torch.bfloat16, device=x.data.device)
+    rows, start = x.dense(), 0
+    for expert, end in enumerate(ends.tolist()):
+        if start < end:
+            made[start:end] = (rows[start:end] @ dense(expert).t()).bfloat16()
+        start = end
+    return made
 
 
 def span_rows(x: Tensor, sources: Tensor | None = None, *, span: int = 0, rounds: bool = False) -> SpanRows:

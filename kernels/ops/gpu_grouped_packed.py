@@ -27,10 +27,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels.ops.gpu_fp8 import SpanRows
+from kernels.ops.gpu_fp8 import SpanRows, grouped_twin
 from kernels.ops.gpu_grouped import Weights
 from kernels.ops.gpu_grouped_unpack import Powers
-from kernels.ops.gpu_launch import INTERPRETED, check, power_of_two, runs_kernels, tiles
+from kernels.ops.gpu_launch import check, is_hopper, power_of_two, runs_kernels, tiles
 from kernels.ops.gpu_words import e2m1_halves
 
 _DEPTH = 128
@@ -80,7 +80,7 @@ def multiply(x: SpanRows, weights: Weights, powers: Powers, ends: Tensor, *, cut
     check(weights.out % OUTS.value == 0 and weights.size % _DEPTH == 0, f"a matrix is of {OUTS.value}s by {_DEPTH}s")
     positions = len(x)
     if not runs_kernels(x.data):
-        return _twin(x, weights, ends)
+        return grouped_twin(x, weights.out, weights.dense, ends)
     out = torch.empty(positions, weights.out, dtype=torch.bfloat16, device=x.data.device)
     if not positions:
         return out
@@ -111,23 +111,13 @@ def multiply(x: SpanRows, weights: Weights, powers: Powers, ends: Tensor, *, cut
 
 def fits(device: torch.device, *shapes: tuple[int, int]) -> bool:
     """Is this the GPU, and are these matrices, out by in, that the kernel is made for?"""
-    is_hopper = device.type == "cuda" and not INTERPRETED and torch.cuda.get_device_capability(device) == (9, 0)
-    return is_hopper and all(out % OUTS.value == 0 and size % _DEPTH == 0 for out, size in shapes)
+    is_ours = device.type == "cuda" and is_hopper(device)
+    return is_ours and all(out % OUTS.value == 0 and size % _DEPTH == 0 for out, size in shapes)
 
 
 def _boxes(matrix: Tensor, box: list[int], layout: gl.NVMMASharedLayout) -> TensorDescriptor:
     """A matrix as the tensor engine copies it."""
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), box, layout)
-
-
-def _twin(x: SpanRows, weights: Weights, ends: Tensor) -> Tensor:
-    out = torch.full((len(x), weights.out), float("nan"), dtype=torch.bfloat16, device=x.data.device)
-    rows, start = x.dense(), 0
-    for expert, end in enumerate(ends.tolist()):
-        if start < end:
-            out[start:end] = (rows[start:end] @ weights.dense(expert).T).bfloat16()
-        start = end
-    return out
 
 
 @gluon.jit

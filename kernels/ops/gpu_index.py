@@ -18,7 +18,7 @@ from torch import Tensor
 from kernels.ops import gpu_index_hopper
 from kernels.ops.gpu_formats import bf16, dot, e2m1_pairs, high_bf16, low_bf16, power
 from kernels.ops.gpu_index_hopper import restated_queries
-from kernels.ops.gpu_launch import INTERPRETED, check, power_of_two, runs_kernels, tiles
+from kernels.ops.gpu_launch import check, is_hopper, power_of_two, runs_kernels, tiles
 from kernels.ops.gpu_records import Section
 from kernels.ops.index import best, listed
 from kernels.ops.quant import IndexFp4
@@ -150,8 +150,7 @@ def _way(queries: Tensor, weights: Tensor, entries: int) -> tuple[Any, int, tupl
 
 def _fits_hopper(queries: Tensor) -> bool:
     """Is this the GPU and are these the dimensions that the kernel in Gluon is made for?"""
-    is_hopper = not INTERPRETED and torch.cuda.get_device_capability() == (9, 0)
-    return is_hopper and tuple(queries.shape[1:]) == (gpu_index_hopper.HEADS, gpu_index_hopper.SIZE)
+    return is_hopper() and tuple(queries.shape[1:]) == (gpu_index_hopper.HEADS, gpu_index_hopper.SIZE)
 
 
 SELECT_STEP, SELECT_WARPS = 4096, 8

@@ -49,6 +49,11 @@ def runs_kernels(x: Tensor) -> bool:
     return x.is_cuda or _FORCED[0]
 
 
+def is_hopper(device: torch.device | None = None) -> bool:
+    """Are kernels in Gluon, which are made for SM90, compiled for this GPU?  device: None = the current one."""
+    return not INTERPRETED and torch.cuda.get_device_capability(device) == (9, 0)
+
+
 @contextmanager
 def interpreted() -> Iterator[None]:
     """Let kernels work on CPU tensors, element by element in Python. For tests: a million times slower."""

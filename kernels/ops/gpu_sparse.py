@@ -35,7 +35,7 @@ from kernels.ops.gpu_formats import (
 )
 from kernels.ops.gpu_fp8 import SpanRows, span_rows
 from kernels.ops.gpu_grouped import Groups
-from kernels.ops.gpu_launch import INTERPRETED, check, power_of_two, runs_kernels, tiles
+from kernels.ops.gpu_launch import check, is_hopper, power_of_two, runs_kernels, tiles
 from kernels.ops.gpu_records import Section
 from kernels.ops.quant import MainFp4, WindowFp8, fp8_round_trip
 from kernels.ops.rope import rotate_last
@@ -199,9 +199,8 @@ def _launch(
 
 def _fits_hopper(queries: Tensor, window: int) -> bool:
     """Is this the GPU and are these the dimensions that the kernel in Gluon is made for?"""
-    is_hopper = not INTERPRETED and torch.cuda.get_device_capability() == (9, 0)
     shape = (gpu_sparse_hopper.ROWS, gpu_sparse_hopper.SIZE)
-    return is_hopper and tuple(queries.shape[1:]) == shape and window > gpu_sparse_hopper.KEYS
+    return is_hopper() and tuple(queries.shape[1:]) == shape and window > gpu_sparse_hopper.KEYS
 
 
 def _twin(

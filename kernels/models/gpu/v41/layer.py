@@ -224,23 +224,26 @@ def routed(
         x = span_rows(entered.rounded, groups.sources, span=spans[0])
         gated = gpu_grouped_fp8.multiply_gated(x, up, groups, factors, limit=limit)
         return gpu_grouped_fp8.multiply(span_rows(gated, span=spans[1]), down, groups, num_out=slots), True
-    if isinstance(up, Packed) and isinstance(down, Packed) and up.room is None and entered.restated is not None:
-        x = gathered(entered.restated, groups.sources, turns=True)
-        both = gpu_grouped_packed.multiply(x, up.weights, up.powers, groups.ends)
-        x = swiglu_rows(both, groups.targets, factors, limit=limit, turns=True)
-        return gpu_grouped_packed.multiply(x, down.weights, down.powers, groups.ends), False
     if not isinstance(up, Weights) and entered.restated is not None and _is_worth(up, slots):
-        x = gathered(entered.restated, groups.sources)
-        # Matrices are unpacked one after the other: they have the same room.
-        both = grouped_product(x, up.unpacked() if isinstance(up, Packed) else up, groups.ends)
-        x = swiglu_rows(both, groups.targets, factors, limit=limit)
         assert not isinstance(down, Weights), "both matrices of an expert are kept alike"
-        return grouped_product(x, down.unpacked() if isinstance(down, Packed) else down, groups.ends), False
+        turns = isinstance(up, Packed) and up.room is None
+        both = _on_units(gathered(entered.restated, groups.sources, turns=turns), up, groups.ends)
+        middle = swiglu_rows(both, groups.targets, factors, limit=limit, turns=turns)
+        return _on_units(middle, down, groups.ends), False
     plain_up, plain_down = (each.weights if isinstance(each, Packed) else each for each in (up, down))
     assert isinstance(plain_up, Weights), "e4m3 experts are multiplied by fp8 units"
     assert isinstance(plain_down, Weights), "both matrices of an expert are kept alike"
     hidden = multiply_gated(entered.rounded, plain_up, groups, factors, limit=limit, num_out=slots)
     return multiply(hidden, plain_down, Groups(groups.ends, groups.targets, groups.targets), num_out=slots), True
+
+
+def _on_units(x: SpanRows, matrices: RowScaled | Packed, ends: Tensor) -> Tensor:
+    """Rows times their own experts' matrices on the fp8 units: fp4 in registers, or in room, or e4m3 as it lies."""
+    if isinstance(matrices, Packed):
+        if matrices.room is None:
+            return gpu_grouped_packed.multiply(x, matrices.weights, matrices.powers, ends)
+        matrices = matrices.unpacked()  # into the room of the one before, which has been multiplied
+    return grouped_product(x, matrices, ends)
 
 
 def _is_worth(up: RowScaled | Packed, positions: int) -> bool:
