@@ -198,7 +198,7 @@ def main(directory: Path, options: Options) -> None:
         options,
         home,
         machine,
-        free_ports(),
+        free_ports(taken=options.port),
         python=sys.executable,
         nats_server=children.nats_server(),
         cluster_key=home.cluster_key(),
