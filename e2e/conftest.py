@@ -3,6 +3,7 @@
 import fcntl
 from collections.abc import AsyncIterator, Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -42,6 +43,22 @@ class InGroups(LoadScopeScheduling):  # type: ignore[misc]
 
     def _split_scope(self, nodeid: str) -> str:
         return group_of(Path(nodeid.partition("::")[0]).stem)
+
+    def remove_node(self, node: Any) -> str | None:
+        """Return the test in which a worker crashed, if it did; what the worker had left goes to the others.
+
+        xdist's own hands out the test again, crash after crash, and groups that were done: a worker that is given one
+        of these waits for good, for nothing in it ever ends.
+        """
+        work: dict[str, dict[str, bool]] = self.assigned_work.pop(node)
+        left = [test for tests in work.values() for test, is_done in tests.items() if not is_done]
+        for group, tests in work.items():
+            if unrun := {test: False for test, is_done in tests.items() if not is_done and test != left[0]}:
+                self.workqueue[group] = unrun
+        if left:
+            for other in self.assigned_work:
+                self._reschedule(other)
+        return left[0] if left else None
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> InGroups:

@@ -89,6 +89,21 @@ async def test_detach_keeps_no_pipe_of_its_caller_open(launched: Suite) -> None:
     assert "curl -N" in text
 
 
+async def test_the_launcher_s_own_request_says_so(launched: Suite) -> None:
+    """Whoever looks at the traces did not ask it; its id says what did, in the terminal and on the page."""
+
+    async def newest() -> list[dict[str, Any]]:
+        listed: list[dict[str, Any]] = json.loads((await launched.console("trace", "--json")).stdout)
+        return listed
+
+    assert ["ready-check"] == [one["id"].rpartition("-")[0] for one in await newest()]
+    async with httpx.AsyncClient(timeout=5) as client:
+        page = (await client.get(launched.recorded().console_url)).text
+    assert 1 == page.count(">ready-check-")
+    await ask(launched)
+    assert [False, True] == [one["id"].startswith("ready-check-") for one in await newest()]
+
+
 async def test_down_leaves_nothing_but_the_stored_kv(launched: Suite) -> None:
     """No process, no shared memory; after the next `up` a prompt seen before still hits."""
     cold = await ask(launched, LONG)
@@ -205,6 +220,22 @@ async def test_a_start_that_fails_says_why_and_leaves_nothing(tmp_path: Path, sm
     assert "not a complete safetensors file" in done.stderr
     assert [] == suite.recorded().left_running()
     assert [] == [process for process in psutil.process_iter(["cwd"]) if process.info["cwd"] == str(tmp_path)]
+
+
+async def test_a_start_whose_folder_is_removed_ends_at_once(tmp_path: Path, small_model: Path) -> None:
+    """It says so within seconds, where nothing can be asked any more, and no process is left."""
+    suite = Suite(tmp_path, model=small_model)
+    with (tmp_path / "said.txt").open("w") as output:
+        up = suite.begin(*suite.up_words, "--detach", stdin=None, output=output.fileno())
+    await wait_for(lambda: suite.home.state.exists() and len(suite.recorded().left_running()) > 5, 60, "its processes")
+    running = suite.recorded().left_running()
+    begun = time.monotonic()
+    shutil.rmtree(suite.home.root, ignore_errors=True)  # a process may make a file while it goes through them
+
+    assert 1 == await asyncio.to_thread(up.wait, 30)
+    assert time.monotonic() - begun < 10  # a tenth of a second where nothing else runs
+    assert ".fathom was removed or moved away" in (tmp_path / "said.txt").read_text()
+    assert [] == [identity for identity in running if identity.process() is not None]
 
 
 async def test_a_bad_setting_is_refused_before_anything_starts(tmp_path: Path, small_model: Path) -> None:

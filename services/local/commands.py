@@ -16,7 +16,17 @@ from services.chassis.config import house_names
 from services.local import keys, starting, state
 from services.local.choices import check_choices, check_environment
 from services.local.down import STOPPING, end, end_start
-from services.local.guide import CONSOLE_HELP, DTYPE_HELP, GUIDE, KV_URL_HELP, OTLP_HELP, REPLAY_HELP, Ordered
+from services.local.guide import (
+    CONSOLE_HELP,
+    DTYPE_HELP,
+    GUIDE,
+    KV_URL_HELP,
+    OTLP_HELP,
+    REPLAY_HELP,
+    SPANS_PANEL,
+    UP_EPILOG,
+    Ordered,
+)
 from services.local.health import Health, ask_all
 from services.local.home import Home
 from services.local.logs import NoSuchLog, follow
@@ -38,6 +48,12 @@ NAME_SECONDS = 2.0
 """How long `status` waits for the model's name."""
 
 DTYPES, REPLAYS = get_args(Dtype), get_args(Replay)
+
+ModelFolder = Annotated[
+    Path | None, typer.Option(metavar="FOLDER", help="Folder of a model; the default one is downloaded when needed.")
+]
+OtlpEndpoint = Annotated[str, typer.Option(metavar="URL", help=OTLP_HELP, rich_help_panel=SPANS_PANEL)]
+WithConsole = Annotated[bool, typer.Option("--console/--no-console", help=CONSOLE_HELP, rich_help_panel=SPANS_PANEL)]
 
 app = typer.Typer(
     cls=Ordered,
@@ -95,11 +111,9 @@ def before(
     """Take what may stand before a command."""
 
 
-@app.command()
+@app.command(epilog=UP_EPILOG)
 def up(
-    model: Annotated[
-        Path | None, typer.Option(help="Folder of a model; the default one is downloaded when needed.")
-    ] = None,
+    model: ModelFolder = None,
     dtype: Annotated[
         Dtype, typer.Option(help=DTYPE_HELP, metavar="|".join(DTYPES), parser=one_of("--dtype", DTYPES))
     ] = "bf16",
@@ -107,17 +121,23 @@ def up(
         Replay | None,
         typer.Option(help=REPLAY_HELP, metavar="|".join(REPLAYS), parser=one_of("--replay", REPLAYS)),
     ] = None,
-    prefill: Annotated[int, typer.Option(min=1, help="How many prefill replicas.")] = 1,
-    decode: Annotated[int, typer.Option(min=1, help="How many decode replicas.")] = 1,
-    kvstore: Annotated[int, typer.Option(min=1, help="How many KV store replicas; they share the blocks out.")] = 1,
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the HTTP API; all others are free ones.")] = 8000,
+    prefill: Annotated[int, typer.Option(min=1, metavar="N", help="How many prefill replicas.")] = 1,
+    decode: Annotated[int, typer.Option(min=1, metavar="N", help="How many decode replicas.")] = 1,
+    kvstore: Annotated[
+        int, typer.Option(min=1, metavar="N", help="How many KV store replicas; they share the blocks out.")
+    ] = 1,
+    port: Annotated[
+        int, typer.Option(min=1, max=65535, metavar="N", help="Port of the HTTP API; all others are free ones.")
+    ] = 8000,
     detach: Annotated[  # noqa: FBT002 - typer makes flags of these
         bool, typer.Option("--detach", help="Return once the first token came; stop with fathom down.")
     ] = False,
-    kv_bytes: Annotated[str, typer.Option(help="Most disk the KV store may take, for example 500M.")] = "8G",
-    kv_url: Annotated[str, typer.Option(help=KV_URL_HELP)] = "",
-    otlp_endpoint: Annotated[str, typer.Option(help=OTLP_HELP)] = "",
-    console: Annotated[bool, typer.Option("--console/--no-console", help=CONSOLE_HELP)] = True,  # noqa: FBT002 - as above
+    kv_bytes: Annotated[
+        str, typer.Option(metavar="SIZE", help="Most disk the KV store may take, for example 500M.")
+    ] = "8G",
+    kv_url: Annotated[str, typer.Option(metavar="URL", help=KV_URL_HELP)] = "",
+    otlp_endpoint: OtlpEndpoint = "",
+    console: WithConsole = True,  # noqa: FBT002 - as above
     settings: Annotated[
         list[str] | None,
         typer.Option(

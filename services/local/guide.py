@@ -25,13 +25,30 @@ fastest for a single user."""
 REPLAY_HELP = "How a model with sliding windows goes on after a prefix hit (docs/deepseek_v41.md)."
 
 KV_URL_HELP = """\
-Object store behind the KV store, file:///FOLDER or s3://BUCKET/PREFIX: every replica finds every block there. \
-Credentials: --set kvstore.object_store_options_file=FILE."""
+Object store behind the KV store, file:///FOLDER or s3://BUCKET/PREFIX: every replica finds every block there; \
+credentials below."""
 
 OTLP_HELP = "A collector that the console passes all spans on to, for example http://127.0.0.1:4317."
 CONSOLE_HELP = (
     "Collect spans, for fathom trace and a page that shows them; without it they go to --otlp-endpoint alone."
 )
+SPANS_PANEL = "Options for spans"
+"""A panel of its own: the other one is too narrow beside the column that --no-console needs."""
+
+UP_EPILOG = """\
+[bold]Examples[/]
+  fathom up --detach
+  fathom up --model FOLDER --dtype int8 --port 8001
+  fathom up --kv-bytes 500M --set prefill.chunk_tokens=128
+  fathom up --kv-url s3://BUCKET/PREFIX \\
+    --set kvstore.object_store_options_file=FILE
+
+[bold]Exit status[/]
+  0    with --detach: it is ready; else: it was ready, and was stopped
+  1    it did not start, or its supervisor failed later; stderr says why
+  2    an unknown option, or a value that it does not take
+  130  stopped before it was ready: by Ctrl-C, by SIGTERM, by fathom down
+The other commands' are in docs/operations.md."""
 
 IN_ORDER = ("up", "chat", "status", "logs", "trace", "down", "pull", "kv", "keys", "tiny-model")
 """As a newcomer needs them."""

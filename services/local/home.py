@@ -52,6 +52,10 @@ class Home:
     def models(self) -> Path:
         return self.root / "models"
 
+    @property
+    def lock_file(self) -> Path:
+        return self.root / "lock"
+
     def log(self, name: str) -> Path:
         return self.logs / f"{name}.log"
 
@@ -86,10 +90,17 @@ class Home:
         The kernel frees the lock when the last holder of the descriptor ends, so a killed suite leaves no stale lock.
         """
         self.root.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(self.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(descriptor)
             return None
         return descriptor
+
+    def is_held_by(self, lock: int) -> bool:
+        """Return whether this is still the folder that `lock` was taken in, and not removed, moved or made anew."""
+        try:
+            return os.path.samestat(os.fstat(lock), self.lock_file.stat())
+        except (FileNotFoundError, NotADirectoryError):
+            return False

@@ -19,7 +19,9 @@ from services.recipe.keys import ApiKey, KeyFile, KeysFileError, Retention, new_
 app = typer.Typer(help="Make, list and revoke API keys (docs/operations.md).", no_args_is_help=True)
 
 File = Annotated[Path | None, typer.Option("--file", help="The key file; .fathom/keys.json when left out.")]
-Limit = Annotated[int | None, typer.Option(min=1, help="No limit when left out.")]
+Limit = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="No limit when left out.", rich_help_panel="Limits")
+]
 
 
 @app.command()
@@ -31,7 +33,7 @@ def new(
     input_tokens_per_minute: Limit = None,
     output_tokens_per_minute: Limit = None,
     max_concurrency: Limit = None,
-    priority: Annotated[int, typer.Option(min=-100, max=100, help="Higher is served first.")] = 0,
+    priority: Annotated[int, typer.Option(min=-100, max=100, metavar="N", help="Higher is served first.")] = 0,
     retention: Annotated[Retention, typer.Option(help="How long its KV is worth keeping.")] = "chat",
     any_retention: Annotated[  # noqa: FBT002 - typer makes flags of these
         bool, typer.Option("--any-retention", help="Let requests choose another one by x-fathom-retention.")

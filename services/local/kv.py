@@ -52,7 +52,7 @@ app = typer.Typer(help="Look into the KV store, check it, clear it (docs/kvstore
 
 Addresses = Annotated[
     list[str] | None,
-    typer.Option("--address", help="[name=]host:port of a store; without any, those of this directory."),
+    typer.Option("--address", help=r"\[name=]host:port of a store; without any, those of this directory."),
 ]
 Tenant = Annotated[str, typer.Option(help="Whose blocks; empty is for requests without keys.")]
 Fingerprint = Annotated[str, typer.Option(help="Model fingerprint, 64 hex digits, or as stats shows it.")]

@@ -26,6 +26,11 @@ class NotStarted(Exception):  # noqa: N818 - reads as what happened
     """The suite did not come up; the text is the reason, for the person who started it."""
 
 
+def gone(home: Home) -> str:
+    """Return why a start ends whose folder is not there any more."""
+    return f"{home.root} was removed or moved away: without it nobody could find this suite, or stop it"
+
+
 class Starting(BaseModel):
     """What a start is at."""
 
@@ -112,4 +117,6 @@ class _Announcing:
             draft.write_text(begun.model_dump_json(), encoding="utf-8")
             draft.replace(self._home.starting)
         except OSError as reason:
-            raise NotStarted(f"{self._home.root} cannot be written any more: {reason}") from None
+            is_here = self._home.lock_file.exists()
+            cause = f"{self._home.root} cannot be written any more: {reason}" if is_here else gone(self._home)
+            raise NotStarted(cause) from None

@@ -105,12 +105,18 @@ class Child:
         )
 
 
+class HomeGone(Exception):  # noqa: N818 - reads as what happened
+    """The suite's folder was removed, or is another suite's by now: nobody could find this one, or end it."""
+
+
 class Supervisor:
     """The processes of one suite."""
 
-    def __init__(self, options: Options, home: Home, plans: tuple[ProcessPlan, ...]) -> None:
+    def __init__(self, options: Options, home: Home, lock: int, plans: tuple[ProcessPlan, ...]) -> None:
+        """lock: the descriptor that owns `home`, for as long as we live."""
         self._options = options
         self._home = home
+        self._lock = lock
         self._plans = plans
         self._children = {plan.name: Child(plan, home.log(plan.name)) for plan in plans}
         self._stop = False
@@ -118,7 +124,7 @@ class Supervisor:
         self._identity = state.Identity.of(os.getpid())
 
     def run(self) -> None:
-        """Keep the suite alive until a signal says stop."""
+        """Keep the suite alive until a signal says stop. Raise HomeGone, all being stopped, when its folder is gone."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_stop)
         signal.signal(signal.SIGCHLD, lambda *_: self._wake.set())
@@ -126,14 +132,23 @@ class Supervisor:
         try:
             self._start_nats()
             while not self._stop:
+                self._check_home()
                 if self._tend(time.monotonic()):
                     self._write()
                 self._wake.wait(TICK_SECONDS)
                 self._wake.clear()
+        except OSError:
+            self._check_home()  # a log could not be opened, say, for that reason
+            raise
         finally:
-            self._write(stopping=True)
+            with contextlib.suppress(OSError):  # a full disk, say: the processes are ended all the same
+                self._write(stopping=True)
             self._stop_all()
             self._write(stopping=True, stopped=True)
+
+    def _check_home(self) -> None:
+        if not self._home.is_held_by(self._lock):
+            raise HomeGone(f"{self._home.root} is gone")
 
     def _on_stop(self, *_: object) -> None:
         self._stop = True
@@ -144,6 +159,7 @@ class Supervisor:
         nats.start()
         give_up = time.monotonic() + NATS_START_SECONDS
         while not self._stop and not children.nats_answers(nats.plan.address):
+            self._check_home()
             if time.monotonic() > give_up or nats.look(time.monotonic()):
                 raise RuntimeError(f"NATS did not start; see {nats.log}")
             time.sleep(0.05)
@@ -176,6 +192,8 @@ class Supervisor:
         note("launcher.stopped")
 
     def _write(self, *, stopping: bool = False, stopped: bool = False) -> None:
+        if not self._home.is_held_by(self._lock):
+            return  # what stands there now is not ours
         records = [child.record() for child in self._children.values()]
         state.write(
             self._home.state,
@@ -191,7 +209,7 @@ class Supervisor:
         )
 
 
-def main(directory: Path, options: Options) -> None:
+def main(directory: Path, options: Options, lock: int) -> None:
     home = Home.of(directory)
     machine = Machine(cores=len(os.sched_getaffinity(0)), memory_bytes=psutil.virtual_memory().total)
     plans = plan_suite(
@@ -203,8 +221,8 @@ def main(directory: Path, options: Options) -> None:
         nats_server=children.nats_server(),
         cluster_key=home.cluster_key(),
     )
-    Supervisor(options, home, plans).run()
+    Supervisor(options, home, lock, plans).run()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Options.model_validate_json(sys.argv[2]))
+    main(Path(sys.argv[1]), Options.model_validate_json(sys.argv[2]), int(sys.argv[3]))

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ import httpx
 
 UNAUTHENTICATED = 401
 UNAVAILABLE = 503
+READY_CHECK = "ready-check-"
+"""Begins the ids of the launcher's own requests: whoever sees one in a list of traces knows that nobody asked it."""
 
 
 class Unanswered(Exception):  # noqa: N818 - reads as what happened
@@ -60,9 +63,11 @@ def first_model(url: str, *, key: str = "", seconds: float = 10.0) -> str:
 def one_token(url: str) -> str:
     """Ask for one real token, to know that all eight services work together; return the model's name."""
     model = first_model(url)
+    named = {"x-request-id": f"{READY_CHECK}{secrets.token_hex(4)}"}
     with _client(url, seconds=60.0) as client, _readable(url):
         # A token id and not a text: it needs no chat template, and every vocabulary has it.
-        _check(client.post("/v1/completions", json={"model": model, "prompt": [1], "max_tokens": 1, "temperature": 0}))
+        body = {"model": model, "prompt": [1], "max_tokens": 1, "temperature": 0}
+        _check(client.post("/v1/completions", json=body, headers=named))
     return model
 
 

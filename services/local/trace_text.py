@@ -3,13 +3,16 @@
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import chain
-from textwrap import wrap
+
+from rich.cells import cell_len, chop_cells, set_cell_size
 
 from services.local.console.journey import MAX_INDENT, Journey, clock, millis
 
 LEAST_BAR, MOST_BAR = 16, 64
-LEAST_WHAT, LEAST_MODEL, LEAST_ID = 12, 6, 8
+LEAST_WHAT, LEAST_SERVICE, LEAST_MODEL, LEAST_END, LEAST_ID = 12, 12, 6, 10, 8
 LEAST_NOTE = 24
+ID_INDENT = "  "
+"""Before the rest of a request whose id has a line to itself."""
 _FULL, _TRACK = "█", "·"
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _NUMBERS = frozenset({3, 4, 5, 6, 7})
@@ -19,7 +22,7 @@ _NUMBERS = frozenset({3, 4, 5, 6, 7})
 def list_lines(journeys: Sequence[Journey], *, columns: int | None) -> list[str]:
     """Return a table of requests, newest first. columns: of the terminal, into which models and ids are cut to fit.
 
-    None cuts nothing.
+    None cuts nothing. Where ids differ only behind what fits, each has a line to itself, whole.
     """
     if not journeys:
         return ['no request was recorded yet; ask something: fathom chat "Count from one to ten."']
@@ -38,12 +41,18 @@ def list_lines(journeys: Sequence[Journey], *, columns: int | None) -> list[str]
         )
         for one in journeys
     ]
+    above: list[list[str]] = [[] for _ in rows]
     if columns is not None:
-        surplus = max(map(len, _aligned([head, *rows], numbers=_NUMBERS))) - columns
+        surplus = max(map(cell_len, _aligned([head, *rows], numbers=_NUMBERS))) - columns
         surplus -= _cut(rows, 2, surplus, least=LEAST_MODEL)
+        surplus -= _cut(rows, 8, surplus, least=LEAST_END)
         # The begin of an id names its request as well, as long as nothing is put behind it.
-        _cut(rows, 0, surplus, least=_telling_letters([one.id for one in journeys]), mark="")
-    return [*_aligned([head, *rows], numbers=_NUMBERS), "", "one request's way: fathom trace REQUEST"]
+        if surplus > _cut(rows, 0, surplus, least=_telling_cells([one.id for one in journeys]), mark=""):
+            above = [_wrapped(one.id, columns) for one in journeys]
+            rows = [(ID_INDENT, *row[1:]) for row in rows]
+    title, *lines = _aligned([head, *rows], numbers=_NUMBERS)
+    drawn = chain.from_iterable((*ids, line) for ids, line in zip(above, lines, strict=True))
+    return [title, *drawn, "", "one request's way: fathom trace REQUEST"]
 
 
 def journey_lines(journey: Journey, *, columns: int) -> list[str]:
@@ -62,20 +71,21 @@ def journey_lines(journey: Journey, *, columns: int) -> list[str]:
         )
         for row in journey.rows
     ]
-    surplus = len(_aligned([head, *cells], numbers={2, 3}, keeps_end=True)[0]) + 2 + LEAST_BAR - columns
-    _cut(cells, 1, surplus, least=LEAST_WHAT)
+    surplus = cell_len(_aligned([head, *cells], numbers={2, 3}, keeps_end=True)[0]) + 2 + LEAST_BAR - columns
+    surplus -= _cut(cells, 1, surplus, least=LEAST_WHAT)
+    _cut(cells, 0, surplus, least=LEAST_SERVICE)
     title, *named = _aligned([head, *cells], numbers={2, 3}, keeps_end=True)
     notes = [", ".join(row.notes) for row in journey.rows]
     room = columns - len(title) - 2
-    is_beside = room - 2 - max(map(len, notes)) >= LEAST_BAR
-    width = min(MOST_BAR, max(LEAST_BAR, room - 2 - max(map(len, notes)) if is_beside else room))
+    is_beside = room - 2 - max(map(cell_len, notes)) >= LEAST_BAR
+    width = min(MOST_BAR, max(LEAST_BAR, room - 2 - max(map(cell_len, notes)) if is_beside else room))
     drawn = [f"{title}  {axis(total, width)}"]
     for name, note, row in zip(named, notes, journey.rows, strict=True):
         line = f"{name}  {bar(row.start_seconds, row.seconds, total, width)}"
         drawn.append(f"{line}  {note}".rstrip() if is_beside else line)
         if note and not is_beside:
             drawn += _below(note, title.index("what") + 2 * min(row.depth, MAX_INDENT) + 2, columns)
-    totals = (wrap(line, columns, subsequent_indent="  ") for line in _totals(journey))
+    totals = (_wrapped(line, columns, rest="  ") for line in _totals(journey))
     return [*chain.from_iterable(totals), "", *drawn]
 
 
@@ -110,38 +120,60 @@ def _totals(journey: Journey) -> Iterator[str]:
         yield journey.caveat
 
 
+# Widths are counted in cells of a terminal: one letter of an id, a model or a span may take two of them.
+
+
 def _cut(rows: list[tuple[str, ...]], column: int, surplus: int, *, least: int, mark: str = "…") -> int:
-    """Cut a column of `rows` by `surplus` letters, and to no less than `least`; return by how many it was cut."""
-    widest = max(len(row[column]) for row in rows)
+    """Cut a column of `rows` by `surplus` cells, and to no less than `least`; return by how many it was cut."""
+    widest = max(cell_len(row[column]) for row in rows)
     width = max(least, widest - surplus)
     if surplus <= 0 or width >= widest:
         return 0
     for number, row in enumerate(rows):
-        text = row[column] if len(row[column]) <= width else row[column][: width - len(mark)] + mark
+        text = row[column]
+        if cell_len(text) > width:
+            text = set_cell_size(text, width - len(mark)) + mark
         rows[number] = (*row[:column], text, *row[column + 1 :])
     return widest - width
 
 
-def _telling_letters(ids: Sequence[str]) -> int:
-    """Return how many letters still tell these ids apart."""
+def _telling_cells(ids: Sequence[str]) -> int:
+    """Return how many cells still tell these ids apart."""
     letters = LEAST_ID
     while len({one[:letters] for one in ids}) < len(set(ids)):
         letters += 1
-    return letters
+    return max(cell_len(one[:letters]) for one in ids)
 
 
 def _below(note: str, indent: int, columns: int) -> list[str]:
     """Return a note on lines of its own."""
     indent = max(0, min(indent, columns - LEAST_NOTE))
-    return wrap(note, max(columns, LEAST_NOTE), initial_indent=" " * indent, subsequent_indent=" " * indent)
+    return _wrapped(note, max(columns, LEAST_NOTE), first=" " * indent, rest=" " * indent)
+
+
+def _wrapped(text: str, columns: int, *, first: str = "", rest: str = "") -> list[str]:
+    """Return lines of at most `columns` cells, broken between words, or within one that is wider than a line.
+
+    first, rest: what the first line and all others begin with.
+    """
+    lines, has_words = [first], False
+    for word in text.split(" "):
+        longer = f"{lines[-1]} {word}" if has_words else lines[-1] + word
+        if cell_len(longer) <= columns:
+            lines[-1], has_words = longer, True
+        elif word:
+            pieces = [rest + piece for piece in chop_cells(word, columns - len(rest))]
+            lines = [*lines, *pieces] if has_words else pieces
+            has_words = True
+    return [line.rstrip() for line in lines]
 
 
 def _aligned(rows: Sequence[Sequence[str]], *, numbers: AbstractSet[int], keeps_end: bool = False) -> list[str]:
     """Return rows as lines of columns; those in `numbers` end flush."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    widths = [max(cell_len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = (
         "  ".join(
-            cell.rjust(width) if column in numbers else cell.ljust(width)
+            cell.rjust(width) if column in numbers else set_cell_size(cell, width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
         for row in rows

@@ -54,7 +54,7 @@ def up(home: Home, options: Options, display: Display, prepare: Callable[[Displa
                 os.close(lock)  # the supervisor has its own: when it ends, the directory is free
             with show:
                 suite = _wait_ready(home, supervisor, show, ears)
-                model = _first_token(suite.url)
+                model = _first_token(suite.url, lambda: _check_supervisor(home, supervisor))
         is_ready = True
         print(ready_lines(suite.url, model, time.monotonic() - began, console_url=suite.console_url), flush=True)
         if not detach:
@@ -63,7 +63,8 @@ def up(home: Home, options: Options, display: Display, prepare: Callable[[Displa
         if supervisor is None:
             raise
         _stop(home, supervisor)
-        raise NotStarted(f"{reason}\nEverything was stopped again; the logs are in {home.logs}") from None
+        kept = f"; the logs are in {home.logs}" if home.logs.exists() else ""
+        raise NotStarted(f"{reason}\nEverything was stopped again{kept}") from None
     except Interrupted as how:
         if supervisor is None or supervisor.poll() is None:
             print(STOPPING if is_ready else "stopping", flush=True)
@@ -135,13 +136,16 @@ def fault(health: Sequence[Health]) -> Health | None:
 
 
 def _start_supervisor(home: Home, options: Options, lock: int, *, bound: bool) -> subprocess.Popen[bytes]:
-    _check_port(options.port)  # the model may have taken minutes
+    # The model may have taken minutes.
+    _check_port(options.port)
+    if not home.is_held_by(lock):
+        raise NotStarted(starting.gone(home))
     home.prepare()
     # The state of an earlier suite must not be taken for this one's.
     home.state.unlink(missing_ok=True)
     module = (sys.executable, "-P", "-m", "services.local.supervisor")
     return children.start(
-        (*module, str(home.root.parent), options.model_dump_json()),
+        (*module, str(home.root.parent), options.model_dump_json(), str(lock)),
         log=home.supervisor_log,
         environment=child_environment("local", {}, extra=children.PYTHON_VARIABLES),
         bound=bound,
@@ -180,7 +184,8 @@ def _wait_ready(home: Home, supervisor: subprocess.Popen[bytes], display: Displa
         time.sleep(POLL_SECONDS)
 
 
-def _first_token(url: str) -> str:
+def _first_token(url: str, check: Callable[[], None] = lambda: None) -> str:
+    """Return the model's name; "" where the suite asks for a key. check: raises when there is nothing to wait for."""
     give_up = time.monotonic() + FIRST_TOKEN_SECONDS
     while True:
         try:
@@ -188,6 +193,7 @@ def _first_token(url: str) -> str:
         except KeyNeeded:
             return ""  # we have none; that it asks is as good a sign of life
         except Unanswered as reason:
+            check()
             if time.monotonic() > give_up:
                 raise NotStarted(f"all services are ready, but a one-token request failed: {reason}") from None
         time.sleep(POLL_SECONDS)
@@ -204,10 +210,12 @@ def _stay(home: Home, supervisor: subprocess.Popen[bytes]) -> None:
 
 
 def _check_supervisor(home: Home, supervisor: subprocess.Popen[bytes]) -> None:
-    """Raise NotStarted when it has failed, StoppedByDown when it has ended since it was told to."""
+    """Raise NotStarted when it has failed or will (its folder is gone), StoppedByDown when it was told to end."""
     status = supervisor.poll()
     if status == 0:
         raise StoppedByDown
+    if not home.lock_file.exists():
+        raise NotStarted(starting.gone(home))
     if status is not None:
         raise NotStarted(f"the supervisor ended with status {status}:\n{tail(home.supervisor_log)}")
 

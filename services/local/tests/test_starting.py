@@ -1,5 +1,6 @@
 """Does everybody know of a start that has not come far, and does `fathom down` end it?"""
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,8 +30,9 @@ from services.local.progress import LineDisplay
 from services.local.up import up
 
 def prepare(show):
-    show.install("convert weights", 43, 100)
-    time.sleep(60)
+    for _ in range(600):
+        show.install("convert weights", 43, 100)
+        time.sleep(0.1)
 
 sys.exit(up(Home.of(Path(sys.argv[1])), Options(model=Path("/m"), port=int(sys.argv[2])), LineDisplay(), prepare, detach=False))
 """
@@ -91,6 +93,26 @@ def test_every_command_knows_of_a_start_and_down_ends_it(tmp_path: Path, monkeyp
         said.splitlines(),
     )
     assert (0, "nothing was running here\n") == fathom("down")
+
+
+def test_a_start_whose_folder_is_removed_says_so(tmp_path: Path) -> None:
+    """While the model is made: at once, and not in the words of a write that failed."""
+    home = Home.of(tmp_path)
+    command = [sys.executable, "-P", "-c", UP, str(tmp_path), str(free_port())]
+    begun = subprocess.Popen(command, env=PYTHON_VARIABLES, stderr=subprocess.PIPE, text=True)
+    try:
+        give_up = time.monotonic() + 30
+        while "43%" not in starting.reason_to_wait(home) and time.monotonic() < give_up:
+            time.sleep(0.05)
+        shutil.rmtree(home.root)
+        _, said = begun.communicate(timeout=5)
+    finally:
+        begun.kill()
+        begun.wait()
+
+    assert f"{home.root} was removed or moved away" in said
+    assert 1 == begun.returncode
+    assert not home.root.exists()
 
 
 @pytest.fixture

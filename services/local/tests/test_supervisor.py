@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from services.chassis.testing import free_port
 from services.local import state
+from services.local.children import PYTHON_VARIABLES
+from services.local.home import Home
 from services.local.plan import ProcessPlan
 from services.local.supervisor import WELL_SECONDS, Child, backoff_seconds
 
@@ -82,3 +85,54 @@ def test_a_running_child_is_recorded_by_pid_and_birth(tmp_path: Path) -> None:
     finally:
         running.process.kill()
         running.process.wait()
+
+
+SUPERVISOR = """
+import os, sys
+from pathlib import Path
+from services.local import children
+from services.local.home import Home
+from services.local.plan import Options, ProcessPlan
+from services.local.supervisor import Supervisor
+
+home = Home.of(Path(sys.argv[1]))
+lock = home.lock()
+home.prepare()
+nats = (children.nats_server(), "--addr", "127.0.0.1", "--port", sys.argv[2], "--jetstream", "--store_dir", str(home.nats))
+plans = (
+    ProcessPlan("nats-0", "nats", nats, f"127.0.0.1:{sys.argv[2]}", "", {}, {}),
+    ProcessPlan("vision-0", "vision", (sys.executable, "-S", "-c", "import time; time.sleep(60)"), "a:1", "a:2", {}, {}),
+)
+Supervisor(Options(model=Path("/m")), home, lock, plans).run()
+"""
+
+
+@pytest.mark.parametrize("is_made_anew", [False, True])
+def test_a_suite_whose_folder_is_removed_ends(is_made_anew: bool, tmp_path: Path) -> None:
+    """Nobody could find it any more. Within a second or two, all its processes; whatever stands there now is left."""
+    home = Home.of(tmp_path)
+    command = [sys.executable, "-P", "-c", SUPERVISOR, str(tmp_path), str(free_port())]
+    supervisor = subprocess.Popen(command, env=PYTHON_VARIABLES, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        give_up = time.monotonic() + 30
+        while len(running := left_running(home)) < 3 and time.monotonic() < give_up:
+            time.sleep(0.05)
+        assert 3 == len(running)
+        home.root.rename(tmp_path / "aside")
+        if is_made_anew:
+            home.prepare()
+            home.lock_file.touch()
+        said, _ = supervisor.communicate(timeout=10)
+    finally:
+        supervisor.kill()
+        supervisor.wait()
+
+    assert b"is gone" in said
+    assert [] == state.wait_ended(running, 0.0)
+    assert is_made_anew == home.root.exists()
+    assert not home.state.exists()
+
+
+def left_running(home: Home) -> list[state.Identity]:
+    suite = state.read(home.state)
+    return suite.left_running() if suite is not None else []

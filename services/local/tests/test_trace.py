@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rich.cells import cell_len
 from typer.testing import CliRunner
 
 from services.chassis import names
@@ -107,6 +108,34 @@ def test_the_list_fits_the_terminal_and_its_ids_still_name_their_requests() -> N
     assert "a-mod…" in lines[1]
     assert all(find(traces, line.split()[0], now=NOON) for line in lines[1:4])
     assert all(one in "".join(list_lines(journeys, columns=None)) for one in ids)
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [["a" * 35, "a" * 34 + "b"], ["世" * 35], ["世" * 64, "世" * 63 + "界"], ["🙂" * 100, "plain-id"]],
+    ids=["alike", "wide", "wide and alike", "wider than a line"],
+)
+def test_ids_of_any_letters_fit_the_terminal(ids: list[str]) -> None:
+    """Some letters take two cells; ids that differ at their ends only are shown whole, and still name their requests."""
+    traces = [[edge(request_id=one, trace_id=f"{n:032x}")] for n, one in enumerate(ids, 1)]
+    journeys = newest(traces, 20, now=NOON)
+    listed = list_lines(journeys, columns=80)
+    shown = {one.id: journey_lines(one, columns=80) for one in journeys}
+
+    assert max(map(cell_len, (*listed, *(line for lines in shown.values() for line in lines)))) <= 80
+    assert all(one in "".join(line.strip() for line in shown[one]) for one in ids)
+    named = {found.id for line in listed[1:-2] if (found := find(traces, line.split()[0], now=NOON)) is not None}
+    assert {one for one in ids if cell_len(one) <= 80} <= named
+
+
+def test_wide_names_of_spans_services_and_models_fit_the_terminal() -> None:
+    """Whoever sends spans may name them in any script."""
+    wide = {names.REPLICA: "副本" * 30, names.GEN_AI_REQUEST_MODEL: "模型" * 20}
+    ended = {names.GEN_AI_RESPONSE_FINISH_REASONS: ("結束" * 20,)}
+    spans = [edge(attributes=wide | ended), span(2, "服務" * 20, "世" * 60, 1, attributes=wide)]
+    journeys = newest([spans], 1, now=NOON)
+
+    assert max(map(cell_len, (*journey_lines(journeys[0], columns=80), *list_lines(journeys, columns=80)))) <= 80
 
 
 def record(folder: Path, console_url: str) -> None:
