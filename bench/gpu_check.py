@@ -1,27 +1,40 @@
 """Are the dense kernels right on this GPU at real dimensions, and which of their bits depend on a tile?
 
-    python -m bench.gpu_check
+    python -m bench.gpu_check                # a minute; also: --only sampler
 
-Errors are relative, against fp64; one JSON line per check, "ok" false where a promise is broken.
+Errors are relative, against fp64; one JSON line per check, "ok" false where a promise is broken. The sampler's choices
+are the host sampler's: top-k, top-p and min-p in one batch, at vocabularies and temperatures where ties and whole rows
+are cut.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import math
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from bench.gpu_time import machine
+from kernels.batch import SamplingParams
 from kernels.ops.gpu_attention import CHUNK, Shape, attend, tokens_per_tile
 from kernels.ops.gpu_linear import Tile, library_linear, linear, linear_swiglu
 from kernels.ops.gpu_norm import add_rms_norm, twin_add_rms_norm
 from kernels.ops.gpu_rope_cache import Heads, Paging, Turning, rope_and_store, twin_rope_and_store
+from kernels.ops.gpu_sampler import NUM_ASKED, Features, draw
 from kernels.ops.gpu_swiglu import swiglu, twin_swiglu
+from kernels.ops.gumbel import noise_key
+from kernels.ops.sampler import Draw, sample
 
 LLAMA, SMOL = Heads(32, 8, 128), Heads(9, 3, 64)
+_said: list[dict[str, Any]] = []
 TILES = (
     Tile(64, 32, 128, 4, 5),
     Tile(64, 64, 64, 4, 4),
@@ -42,7 +55,8 @@ def error(expected: Tensor, got: Tensor) -> float:
 
 
 def say(check: str, ok: bool, **facts: object) -> bool:  # noqa: FBT001 - a verdict
-    print(json.dumps({"check": check, "ok": ok, **facts}), flush=True)
+    _said.append({"check": check, "ok": ok, **facts})
+    print(json.dumps(_said[-1]), flush=True)
     return ok
 
 
@@ -157,18 +171,95 @@ def check_linear() -> bool:
     return good
 
 
-CHECKS: tuple[Callable[[], bool], ...] = (check_rows, check_rope, check_attention, check_linear)
+WAYS = (
+    SamplingParams(temperature=0.7, seed=3),
+    SamplingParams(temperature=1.0, top_k=1, seed=4),
+    SamplingParams(temperature=1.0, top_k=7, seed=2**64 - 1),
+    SamplingParams(temperature=1.5, top_k=4096, seed=5),
+    SamplingParams(temperature=0.9, top_p=0.6, seed=11),
+    SamplingParams(temperature=2.0, top_p=0.999, seed=12),
+    SamplingParams(temperature=1.0, top_p=1e-6, seed=13),
+    SamplingParams(temperature=1.0, min_p=0.2, seed=1),
+    SamplingParams(temperature=0.8, top_k=100, top_p=0.9, min_p=0.01, seed=9),
+    SamplingParams(temperature=0.0),
+)
+VOCABULARIES = (321, 9001, 49_152, 128_256)
+_REPEATS = 6
+
+
+def asked_of(params: list[SamplingParams], positions: list[int], device: str) -> Tensor:
+    """What the sampler is told of each row, as its docstring has it."""
+    logs = [math.log(each.min_p) if each.min_p else -math.inf for each in params]
+    floats = np.array([[each.temperature for each in params], [each.top_p for each in params], logs], np.float64)
+    keys = np.array([[noise_key(each.seed, at) for each, at in zip(params, positions, strict=True)]], np.uint64)
+    counts = np.array([[each.top_k for each in params], [-1] * len(params)], np.int64)
+    asked = np.concatenate([floats.view(np.int64), keys.view(np.int64), counts])
+    assert len(asked) == NUM_ASKED
+    return torch.from_numpy(asked).to(device)
+
+
+def logits_of(kind: str, rows: int, vocabulary: int) -> Tensor:
+    """[rows, vocabulary] fp32 on the CPU."""
+    made = torch.randn(rows, vocabulary) * 2
+    if kind == "ties":
+        return (made * 2).round() / 2
+    if kind == "masked":
+        made[:, ::3] = -math.inf
+    return made * 6 if kind == "peaks" else made
+
+
+def check_sampler(device: str = "cuda", vocabularies: tuple[int, ...] = VOCABULARIES) -> bool:
+    """Every way to cut, several rows of each, beside the host's sampler."""
+    good, params = True, [each for each in WAYS for _ in range(_REPEATS)]
+    for vocabulary in vocabularies:
+        for kind in ("plain", "ties", "peaks", "masked"):
+            logits = logits_of(kind, len(params), vocabulary)
+            positions = [int(at) for at in torch.randint(0, 100_000, (len(params),))]
+            features = Features(noise=True, top_k=True, top_p=True, min_p=True)
+            drawn = draw(logits.to(device), asked_of(params, positions, device), features)
+            chosen = sample(logits, [Draw(each, at) for each, at in zip(params, positions, strict=True)])
+            expected, got = [each.token_id for each in chosen], drawn.token_ids.tolist()
+            others = [
+                {"row": row, "sampling": repr(params[row]), "host": a, "device": b}
+                for row, (a, b) in enumerate(zip(expected, got, strict=True))
+                if a != b
+            ]
+            is_good = not others and not bool(drawn.problems.any())
+            facts = {"vocabulary": vocabulary, "logits": kind, "rows": len(params), "differ": len(others)}
+            good &= say("sampler", is_good, **facts, first=others[:3])
+    return good
+
+
+CHECKS: dict[str, Callable[[], bool]] = {
+    "rows": check_rows,
+    "rope": check_rope,
+    "attention": check_attention,
+    "linear": check_linear,
+    "sampler": check_sampler,
+}
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=sorted(CHECKS), action="append")
+    parser.add_argument("--out", type=Path, help="folder for gpu_check.json, which is written after each check")
+    asked = parser.parse_args()
+    if not torch.cuda.is_available():
+        print(json.dumps({"bench": "gpu_check", "skipped": "there is no GPU here"}))
+        return 2
     torch.manual_seed(torch.seed() % 1000)
     bad = 0
-    for check in CHECKS:
+    for name in asked.only or CHECKS:
         try:
-            bad += not check()
-        except Exception:  # the next check says more than none  # noqa: BLE001 - reported, and counted
+            bad += not CHECKS[name]()
+        except Exception as error:  # the next check says more than none  # noqa: BLE001 - reported, and counted
+            say(name, False, failed=f"{type(error).__name__}: {str(error)[-300:]}")
             traceback.print_exc(limit=4)
             bad += 1
+        if asked.out:
+            asked.out.mkdir(parents=True, exist_ok=True)
+            document = {"machine": machine(), "command": "python -m bench.gpu_check", "checks": _said}
+            (asked.out / "gpu_check.json").write_text(json.dumps(document, indent=1) + "\n")
     return min(bad, 1)
 
 

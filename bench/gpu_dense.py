@@ -3,7 +3,8 @@
     python -m bench.gpu_dense                       # every row
     python -m bench.gpu_dense --model llama-8b --out bench/results
 
-Random weights of the real shapes; one JSON line per figure, with the yardsticks of the same run.
+Two and a half minutes for both models. Random weights of the real shapes; one JSON line per figure, with the yardsticks
+of the same run; a case that fails does not hide the others, and files are written after each.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -199,10 +201,10 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="folder for one JSON file per model")
     parser.add_argument("--modes", default="fastest,invariant")
     asked = parser.parse_args()
-    ceilings = yardsticks()
+    ceilings, is_whole = yardsticks(), True
     print(json.dumps({"machine": machine(), **ceilings}), flush=True)
     for name in asked.model or sorted(GPU_SHAPES):
-        lines = []
+        lines: list[dict[str, object]] = []
         with tempfile.TemporaryDirectory(prefix="fathom-bench-") as scratch:
             model = RandomModel(name, Path(scratch))
             blocks = 2 + max(case.batch * (1 + (case.context + _STEPS - 1) // 128) for case in CASES[name])
@@ -214,20 +216,27 @@ def main() -> int:
                     "context": case.context,
                     "sampling": "greedy" if case.sampling is GREEDY else "temperature 0.8, top-p 0.95",
                 }
-                lines.append(facts | measure(model, executors, case, ceilings))
+                try:
+                    lines.append(facts | measure(model, executors, case, ceilings))
+                except Exception as error:  # noqa: BLE001 - said, and the next is measured
+                    is_whole = False
+                    print(json.dumps(facts | {"failed": f"{type(error).__name__}: {str(error)[-300:]}"}), flush=True)
+                    traceback.print_exc(limit=6, file=sys.stderr)
+                    continue
                 print(json.dumps(lines[-1]), flush=True)
+                if asked.out:
+                    write(asked.out, name, ceilings, lines)
             del executors, model
             torch.cuda.empty_cache()
-        if asked.out:
-            asked.out.mkdir(parents=True, exist_ok=True)
-            document = {
-                "machine": machine(),
-                "command": f"python -m bench.gpu_dense --model {name}",
-                "yardsticks": ceilings,
-                "figures": lines,
-            }
-            (asked.out / f"gpu_dense_{name}.json").write_text(json.dumps(document, indent=1) + "\n")
-    return 0
+    return int(not is_whole)
+
+
+def write(out: Path, model: str, ceilings: dict[str, float], lines: list[dict[str, object]]) -> None:
+    """A model's figures so far."""
+    out.mkdir(parents=True, exist_ok=True)
+    command = f"python -m bench.gpu_dense --model {model}"
+    document = {"machine": machine(), "command": command, "yardsticks": ceilings, "figures": lines}
+    (out / f"gpu_dense_{model}.json").write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

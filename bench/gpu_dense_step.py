@@ -4,8 +4,9 @@
 
 A way of fetching is a ring's units / those on their way at most, by a warp of its own; without a way, the product's.
 
-Llama-8B's shape with random bf16 weights. Both halves run in processes of their own that end after a while: a
-kernel whose programs wait for each other may wait for ever where nobody has tried it. One JSON line a figure.
+Llama-8B's shape with random bf16 weights. Both halves run in processes of their own that end after a while (four
+minutes for both): a kernel whose programs wait for each other may wait for ever where nobody has tried it. One JSON
+line a figure.
 """
 
 from __future__ import annotations
@@ -261,13 +262,15 @@ def main() -> int:
         with torch.inference_mode(), torch.device("cuda"):
             {"check": check, "time": time_steps}[asked.only](asked.ways.split(","))
         return 0
+    became = 0
     for part, seconds in _PATIENCE_SECONDS.items():
         command = [sys.executable, "-m", "bench.gpu_dense_step", "--only", part, "--ways", asked.ways]
         try:
             subprocess.run(command, timeout=seconds, check=True)
         except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as problem:
             say(part=part, ok=False, problem=str(problem))
-    return 0
+            became = 1
+    return became
 
 
 if __name__ == "__main__":

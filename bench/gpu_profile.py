@@ -4,7 +4,7 @@
     python -m bench.gpu_profile --trace steps.json          # torch's profiler instead, for a browser
 
 A few decode steps of one batch, run ahead, and one chunk of prompts, with random weights. Ranges name steps, draws, and
-groups of layers where the layers are not one graph. Needs a GPU.
+groups of layers where the layers are not one graph. Needs a GPU, for half a minute.
 """
 
 from __future__ import annotations

@@ -2,29 +2,38 @@
 
     python -m bench.gpu_same_tokens                      # the tiny V4.1 checkpoint of the tests
     python -m bench.gpu_same_tokens --model DIR          # a Llama-family folder with its tokenizer.json
+    python -m bench.gpu_same_tokens --services 1 2       # through services: a prefill and a decode replica, then two
+
+A folder without weights, such as a tokenizer and its config alone, gets random ones of SmolLM2's shape.
 
 Greedy and seeded answers: prompts alone and whole against chunks, with mates, preempted, kernel by kernel instead of
 in graphs, and launched before the last step's tokens are known. Then, teacher-forced, the greedy choice against the
-CPU's in fp32, where the CPU's best two are no near tie. One JSON line each; exit status 1 where any token differs.
+CPU's in fp32, where the CPU's best two are no near tie. Half a minute for V4.1, two for a small dense model. Through
+services, instead of these: every prompt greedy and seeded beside one process, cold and then over what the first time
+left in pools; a minute for each number of replicas. One JSON line each; exit status 1 where any token differs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.engine_models import write_random_model
 from bench.gpu_time import machine
 from kernels.batch import PENDING, Batch, Row, SamplingParams
 from kernels.executor import Executor
 from kernels.generate import GenerateRequest, Generator
 
+ROOT = Path(__file__).resolve().parent.parent
 SAMPLINGS = {"greedy": SamplingParams(temperature=0.0), "seeded": SamplingParams(temperature=0.8, seed=1234)}
 MAX_TOKENS = 12
 WHOLE = 8192
@@ -33,6 +42,18 @@ TIE = {"dense": 0.5, "v41": 2.0}
 _LENGTHS = (1, 2, 15, 16, 17, 31, 33, 48, 64, 65, 81, 127, 128, 129, 257, 300)
 
 Answers = dict[str, list[tuple[int, ...]]]
+
+
+def with_weights(folder: Path, scratch: Path) -> Path:
+    """The folder itself, or in another all that it holds beside random weights of SmolLM2's shape."""
+    if any(folder.glob("*.safetensors")) or any(folder.glob("*.gguf")):
+        return folder
+    made = scratch / f"{folder.name}-random"
+    made.mkdir()
+    for file in folder.iterdir():
+        if file.is_file() and not file.name.startswith("."):
+            shutil.copy(file, made)
+    return write_random_model("smollm2-135m", made)
 
 
 def prompts_of(model_dir: Path, *, has_windows: bool) -> list[tuple[int, ...]]:
@@ -162,23 +183,9 @@ def cpu_agreement(
     return {"agreed": agreed, "near_ties": ties, "differ": others[:5], "same": not others}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="a model folder")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", type=Path, help="folder for gpu_same_tokens_<model>.json")
-    asked = parser.parse_args()
-    model_dir = asked.model or Path(__file__).resolve().parent.parent / "kernels" / "tests" / "golden" / "tiny-v41"
-    lines: list[dict[str, Any]] = []
-
-    def say(**named: Any) -> None:
-        lines.append({"bench": "gpu_same_tokens", "model": model_dir.name} | named)
-        print(json.dumps(lines[-1]), flush=True)
-
-    say(machine=machine() if asked.device == "cuda" else asked.device)
-    executor = Executor.load(
-        model_dir, dtype="bf16", num_blocks=400, num_windows=16, device=asked.device, run_ahead=True
-    )
+def compare_ways(model_dir: Path, device: str, say: Callable[..., None]) -> None:
+    """In one process."""
+    executor = Executor.load(model_dir, dtype="bf16", num_blocks=400, num_windows=16, device=device, run_ahead=True)
     executor.warm_up()
     wanted = prompts_of(model_dir, has_windows=executor.window is not None)
     expected, _ = generated(executor, wanted, chunk=WHOLE, at_once=1)
@@ -203,13 +210,46 @@ def main() -> int:
     kind = "v41" if executor.window else "dense"
     del executor
     torch.cuda.empty_cache()
-    tight = Executor.load(model_dir, dtype="bf16", num_blocks=longest + 3, num_windows=16, device=asked.device)
+    tight = Executor.load(model_dir, dtype="bf16", num_blocks=longest + 3, num_windows=16, device=device)
     found, preemptions = generated(tight, wanted, chunk=WHOLE, at_once=8)
     compare("preempted", found, preemptions=preemptions)
     del tight
     say(way="the CPU's fp32", tie=TIE[kind], **cpu_agreement(model_dir, wanted, expected["greedy"], TIE[kind]))
-    if asked.out:
-        (asked.out / f"gpu_same_tokens_{model_dir.name.lower()}.json").write_text(json.dumps(lines, indent=1) + "\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="a model folder")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--services", type=int, nargs="+", help="numbers of replicas of prefill and of decode each")
+    parser.add_argument("--out", type=Path, help="folder for gpu_same_tokens_<model>.json, written after each line")
+    asked = parser.parse_args()
+    if asked.device == "cuda" and not torch.cuda.is_available():
+        print(json.dumps({"bench": "gpu_same_tokens", "skipped": "there is no GPU here"}))
+        return 2
+    scratch = tempfile.TemporaryDirectory(prefix="fathom-bench-")
+    model_dir = ROOT / "kernels" / "tests" / "golden" / "tiny-v41"
+    if asked.model:
+        model_dir = with_weights(asked.model.resolve(), Path(scratch.name))
+    lines: list[dict[str, Any]] = []
+
+    def say(**named: Any) -> None:
+        lines.append({"bench": "gpu_same_tokens", "model": model_dir.name} | named)
+        print(json.dumps(lines[-1]), flush=True)
+        if asked.out:
+            kind = "services" if asked.services else "tokens"
+            asked.out.mkdir(parents=True, exist_ok=True)
+            path = asked.out / f"gpu_same_{kind}_{model_dir.name.lower()}.json"
+            path.write_text(json.dumps(lines, indent=1) + "\n")
+
+    say(machine=machine() if asked.device == "cuda" else asked.device)
+    if asked.services:
+        from bench.gpu_same_services import through_services  # the services' own packages, which other runs do not need
+
+        through_services(model_dir, asked.services, dtype="bf16" if asked.device == "cuda" else "fp32", say=say)
+    else:
+        compare_ways(model_dir, asked.device, say)
+    scratch.cleanup()
     return int(not all(line.get("same", True) for line in lines))
 
 

@@ -1,30 +1,37 @@
 """Does any GPU kernel read or write where it must not, or race with itself?
 
     python -m bench.gpu_sanitize                     # memcheck and racecheck over a small run of every kernel
-    python -m bench.gpu_sanitize --only "dense forms" --tools memcheck
+    python -m bench.gpu_sanitize --only "v41 index" --only "v41 streams" --tools racecheck --seconds 120
+    python -m bench.gpu_sanitize --list              # the runs
 
-Needs NVIDIA's compute-sanitizer (part of the CUDA toolkit) and a GPU; says so where one is missing. One JSON line for
-each kernel and tool, and one for each kernel that no run launched. Exit status 0: every kernel ran, and is clean.
+All runs take three minutes by memcheck and more than three by racecheck; one takes 8 to 40 seconds. A run that has not
+ended after --seconds is ended, said, and the next begins. Needs NVIDIA's compute-sanitizer (part of the CUDA toolkit)
+and a GPU; says so where one is missing. One JSON line for each kernel and tool, and, where all runs are asked for, one
+for each kernel that no run launched. Exit status 0: every kernel ran, and is clean.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ("memcheck", "racecheck")
 _LAUNCHED = "launched "
-_TIMEOUT_SECONDS = 1800
+_RUN_SECONDS = 300.0
 _ABSENT = 2
 _PLACES = "/usr/local/cuda/bin/compute-sanitizer", "/usr/local/cuda/compute-sanitizer/compute-sanitizer"
 
@@ -70,14 +77,16 @@ def reports_by_kernel(said: str) -> Counter[str]:
     return found
 
 
-def results(run: str, tool: str, said: str, status: int) -> list[dict[str, Any]]:
-    """A line for each kernel that a run launched, from all that was printed."""
+def results(run: str, tool: str, said: str, status: int | None) -> list[dict[str, Any]]:
+    """A line for each kernel that a run launched, from all that was printed.  status: None where it was ended."""
     launched = next((line for line in said.splitlines() if line.startswith(_LAUNCHED)), None)
     reports = reports_by_kernel(said)
     common = {"run": run, "tool": tool}
     if launched is None:
         tail = said.strip()[-800:]
-        return [common | {"kernel": "", "passed": False, "failed": f"ended with {status} before its end: {tail}"}]
+        why = "was ended by its time limit" if status is None else f"ended with {status} before its end"
+        named = [common | {"kernel": name, "errors": errors, "passed": False} for name, errors in reports.items()]
+        return [*named, common | {"kernel": "", "passed": False, "failed": f"{why}: {tail}"}]
     rows: list[dict[str, Any]] = []
     for kernel, count in sorted(json.loads(launched.removeprefix(_LAUNCHED)).items()):
         errors = reports.pop(kernel.partition(".")[2], 0)
@@ -87,19 +96,38 @@ def results(run: str, tool: str, said: str, status: int) -> list[dict[str, Any]]
     return rows
 
 
-def sanitize(tool_path: str, run: str, tool: str) -> list[dict[str, Any]]:
-    """One run in a process of its own, under one tool."""
+def sanitize(tool_path: str, run: str, tool: str, seconds: float) -> list[dict[str, Any]]:
+    """One run in a process of its own, under one tool, for so long at most."""
     # Without torch's cache of freed memory, what lies behind a tensor belongs to nobody: reading it is found.
     caching = ["env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1"] if tool == "memcheck" else []
     start = time.monotonic()
-    done = subprocess.run(
+    status, said = bounded(
         [*caching, tool_path, "--tool", tool, "--print-limit", "1000", "--target-processes", "application-only",
-         sys.executable, "-m", "bench.gpu_sanitize", "--inside", run],
-        cwd=ROOT, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False,
+         sys.executable, "-u", "-m", "bench.gpu_sanitize", "--inside", run],
+        seconds,
     )  # fmt: skip
-    rows = results(run, tool, done.stdout + done.stderr, done.returncode)
-    seconds = round(time.monotonic() - start, 1)
-    return [row | {"run_seconds": seconds} for row in rows]
+    rows = results(run, tool, said, status)
+    taken = round(time.monotonic() - start, 1)
+    return [row | {"run_seconds": taken} for row in rows]
+
+
+def bounded(words: list[str], seconds: float) -> tuple[int | None, str]:
+    """A command's exit status, None where it was ended after so long, and all that it and its children printed."""
+    status: int | None = None
+    with tempfile.TemporaryFile() as said:
+        running = subprocess.Popen(
+            words, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT, process_group=0
+        )
+        try:
+            status = running.wait(seconds)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:  # the tool's own child is not ended by the tool's end
+            with suppress(ProcessLookupError):
+                os.killpg(running.pid, signal.SIGKILL)
+            running.wait()
+        said.seek(0)
+        return status, said.read().decode(errors="replace")
 
 
 def inside(run: str) -> None:
@@ -147,27 +175,46 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", help="a run of bench/gpu_sanitize_cases.py; all of them otherwise")
     parser.add_argument("--tools", nargs="*", default=list(TOOLS), choices=TOOLS)
+    parser.add_argument("--seconds", type=float, default=_RUN_SECONDS, help="of a run under one tool, at most")
+    parser.add_argument("--out", type=Path, help="folder for gpu_sanitize.json, which is written after each run")
+    parser.add_argument("--list", action="store_true", help="say the runs and do none")
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.inside:
         inside(asked.inside)
         return 0
-    if lacking := why_not():
+    if not asked.list and (lacking := why_not()):
         print(json.dumps({"bench": "gpu_sanitize", "passed": None, "skipped": lacking}))
         return _ABSENT
     from bench.gpu_sanitize_cases import RUNS
 
+    if unknown := set(asked.only or ()) - set(RUNS):
+        parser.error(f"no run {', '.join(map(repr, sorted(unknown)))}: there are {', '.join(map(repr, RUNS))}")
+    if asked.list:
+        print("\n".join(RUNS))
+        return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # a run is a group of its own: it must not outlive this
+    return check_all(asked.only or list(RUNS), asked.tools, asked.seconds, asked.out, is_whole=not asked.only)
+
+
+def check_all(runs: Sequence[str], tools: Sequence[str], seconds: float, out: Path | None, *, is_whole: bool) -> int:
+    """is_whole: kernels that no run launches are said."""
     rows: list[dict[str, Any]] = []
+
+    def say(more: Iterable[dict[str, Any]]) -> None:
+        for row in more:
+            rows.append(row)
+            print(json.dumps({"bench": "gpu_sanitize"} | row), flush=True)
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+            (out / "gpu_sanitize.json").write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+
     tool_path = sanitizer() or ""
-    for tool in asked.tools:
-        for run in asked.only or RUNS:
-            for row in sanitize(tool_path, run, tool):
-                rows.append(row)
-                print(json.dumps({"bench": "gpu_sanitize"} | row), flush=True)
-    absent = [] if asked.only else missing(rows, asked.tools)
-    for row in absent:
-        print(json.dumps({"bench": "gpu_sanitize"} | row), flush=True)
-    return int(not all(row["passed"] for row in (*rows, *absent)))
+    for tool in tools:
+        for run in runs:
+            say(sanitize(tool_path, run, tool, seconds))
+    say(missing(rows, tools) if is_whole else [])
+    return int(not all(row["passed"] for row in rows))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Does an executor that runs ahead stay right for ten thousand steps of arrivals, cancels and preemptions?
 
-    python -m bench.gpu_soak [--steps 10000]
+    python -m bench.gpu_soak [--steps 10000]          # a minute, and Python's start
 
 A tiny random Llama answers the same few prompts again and again, beside changing mates. Every answer must equal the
 first one to its prompt, all blocks must be free in the end, and the device's memory must not have grown. One JSON line.
@@ -184,6 +184,9 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
+    if not torch.cuda.is_available():
+        print(json.dumps({"figure": "soak", "skipped": "there is no GPU here"}))
+        return 2
     with tempfile.TemporaryDirectory(prefix="fathom-bench-") as scratch:
         folder = write_model(TINY, Path(scratch), seed=1, dtype=torch.bfloat16)
         executor = Executor.load(folder, dtype="bf16", num_blocks=_NUM_BLOCKS, device="cuda")
@@ -206,9 +209,11 @@ def main() -> int:
             "answers_that_differ": soak.wrong,
             "blocks_held_at_the_end": soak.used_blocks,
             "device_bytes_grown": torch.cuda.memory_allocated() - before,
+            "passed": not (soak.wrong or soak.used_blocks),
         }
     print(json.dumps(line), flush=True)
     if asked.out:
+        asked.out.mkdir(parents=True, exist_ok=True)
         (asked.out / "gpu_soak.json").write_text(json.dumps(line, indent=1) + "\n")
     return int(bool(soak.wrong or soak.used_blocks))
 

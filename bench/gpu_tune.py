@@ -1,6 +1,6 @@
 """Which tiles are fastest on this GPU? What the frozen tables in kernels/ops/gpu_linear.py were chosen from.
 
-python -m bench.gpu_tune
+python -m bench.gpu_tune          # some minutes; a line for each shape as it is known
 """
 
 from __future__ import annotations

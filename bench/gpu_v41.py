@@ -6,7 +6,8 @@
     python -m bench.gpu_v41 profile               # the kernels inside some ops
     python -m bench.gpu_v41 step                  # whole steps through the executor: measured, not added up
 
-One JSON line per figure. "decode" and "prefill" are sums of kernels measured one by one: extrapolated, and said so.
+Checks take two and a half minutes, the others about one each, steps as bench/gpu_v41_step.py says. One JSON line per
+figure. "decode" and "prefill" are sums of kernels measured one by one: extrapolated, and said so.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.gpu_lines import Lines
 from bench.gpu_time import graph_seconds, machine, yardsticks
 from bench.gpu_v41_cases import FAMILIES, HIDDEN, Q_LORA, WIDTH, Case, Draw, moved
 from bench.gpu_v41_step import time_steps
@@ -159,15 +161,15 @@ def time_work(step: str, works: Iterable[Work], ceilings: dict[str, float]) -> t
 
 
 def build(shape: Shape) -> Builder:
+    """Works of a step; a group that cannot be made is said, and the others are there."""
     builder = Builder(shape)
-    builder.streams()
-    builder.attention()
-    builder.experts()
-    builder.compressor()
-    builder.indexer()
-    builder.memory()
-    if not shape.is_prefill:
-        builder.head()
+    groups = [builder.streams, builder.attention, builder.experts, builder.compressor, builder.indexer, builder.memory]
+    for make in groups if shape.is_prefill else [*groups, builder.head]:
+        try:
+            make()
+        except Exception as error:  # noqa: BLE001 - as said
+            say("works", group=make.__name__, failed=f"{type(error).__name__}: {str(error)[-300:]}")
+            traceback.print_exc(limit=4, file=sys.stderr)
     return builder
 
 
@@ -276,7 +278,7 @@ def main() -> None:
         "what",
         choices=("check", "decode", "prefill", "step", "choice", "streams", "experts", "dense", "profile"),
     )
-    parser.add_argument("--modes", nargs="*", default=["invariant", "fastest"], help="of step")
+    parser.add_argument("--modes", nargs="*", default=["fastest", "invariant"], help="of step")
     parser.add_argument(
         "--layers", type=int, default=14, help="of step's prefill: the encoder has 20, 14 fit in 141 GB"
     )
@@ -285,13 +287,14 @@ def main() -> None:
     asked = parser.parse_args()
     with torch.inference_mode():
         if asked.what == "check":
+            say("machine", machine=machine())
             sys.exit(0 if check(asked.families, asked.seed) else 1)
         ceilings = yardsticks()
         say("machine", machine=machine(), **{name: round(value, 9) for name, value in ceilings.items()})
         if asked.what in {"decode", "prefill"}:
             time_step(decode_shape() if asked.what == "decode" else prefill_shape(), ceilings)
         elif asked.what == "step":
-            time_steps(say, ceilings, modes=asked.modes, layers=asked.layers)
+            time_steps(Lines(), ceilings, modes=asked.modes, layers=asked.layers)
         elif asked.what == "dense":
             time_dense()
         elif asked.what == "profile":

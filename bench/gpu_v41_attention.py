@@ -3,7 +3,8 @@
     python -m bench.gpu_v41_attention            # also: --only attention, --only index
 
 Every way is compared with its CPU twin first (outputs poisoned, twice), then at the shapes of a decode step and of a
-prefill chunk with the way in use, then timed there. One JSON line each; a way that fails does not hide the others.
+prefill chunk with the way in use, then timed there: about two minutes. One JSON line each; a way that fails does not
+hide the others.
 """
 
 from __future__ import annotations

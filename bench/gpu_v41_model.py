@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 from zlib import crc32
@@ -20,10 +21,13 @@ from kernels.models.v41.layout import v41_layout
 from kernels.models.v41.tensors import E4M3, E8M0, FP4, Spec, expected_tensors
 from kernels.ops.engram import hash_tables
 from kernels.ops.numerics import QUANT
-from kernels.ops.quant import dequantise_fp8_weight, quantise_fp8_weight
+from kernels.ops.quant import GROUP, quantise_fp8_weight
 
 TABLE_VOCAB = 40_000
 """Rows of each of an n-gram table's 24 parts, of the published 16,000,000: 240 MB a layer in the host's memory."""
+EXPERTS_AT_ONCE = 16
+"""Whose values are drawn together: 300 MB of a layer's 7,200."""
+_EXPERT = re.compile(r"(?P<layer>.*\.experts\.)(?P<place>\d+)(?P<kind>\..*)")
 _LAYERS, _ENCODER_LAYERS = 40, 20
 
 
@@ -73,41 +77,67 @@ class RandomTensors:
     """A checkpoint of that config: the same name gives the same values."""
 
     def __init__(self, config: V41Config, device: torch.device) -> None:
-        self._config, self._device = config, device
+        self._device = device
         self._specs = expected_tensors(config)
+        self._experts: dict[str, tuple[str, tuple[Tensor, ...]]] = {}
+        """By part and format: the newest neighbours' name, and what each of them has."""
 
     def dense(self, name: str) -> Tensor:
         shape = self._specs[name].shape
+        if self._device.type == "meta":
+            return torch.empty(shape, device=self._device)
         values = torch.randn(shape, generator=self._noise(name), device=self._device)
         if name.endswith("norm.weight"):
             return 1.0 + 0.1 * values
         values.mul_(float(shape[-1]) ** -0.5 if len(shape) > 1 else 0.1)
-        if self._specs[name].dtype == E4M3 and self._device.type != "meta":
-            return dequantise_fp8_weight(*quantise_fp8_weight(values))
-        return values
+        return in_fp8(values) if self._specs[name].dtype == E4M3 else values
 
     def stored(self, name: str) -> Tensor:
+        """Experts are drawn with their neighbours: a layer of 384 is asked for 2,304 tensors."""
         spec: Spec = self._specs[name]
-        lowest, highest = (117, 120) if spec.dtype == E8M0 else (0, 256)
         if spec.dtype not in {E8M0, FP4}:
             raise ValueError(f"{name} is {spec.dtype}: read it dense")
-        noise = self._noise(name)
-        made = torch.randint(lowest, highest, spec.shape, generator=noise, dtype=torch.uint8, device=self._device)
-        return made if spec.dtype == E8M0 else made.view(torch.int8)
+        expert = _EXPERT.fullmatch(name)
+        if expert is None:
+            return self._drawn(name, spec, 1)[0]
+        place, kind = int(expert["place"]), expert["kind"]
+        first = place - place % EXPERTS_AT_ONCE
+        drawn = f"{expert['layer']}{first}{kind}"
+        if self._experts.get(kind, ("",))[0] != drawn:
+            self._experts.pop(kind, None)  # before there are others
+            self._experts[kind] = drawn, self._drawn(drawn, spec, EXPERTS_AT_ONCE).unbind()
+        return self._experts[kind][1][place - first]
 
     def table(self, layer: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-        noise = np.random.default_rng(layer)
-        data, scale = (self._specs[f"layers.{layer}.engram.embed.{part}"] for part in ("weight", "scale"))
-        assert data.dtype == E4M3
-        return (
-            noise.integers(0, 0x78, data.shape, dtype=np.uint8),
-            noise.integers(110, 125, scale.shape, dtype=np.uint8),
-        )
-
-    def _noise(self, name: str) -> torch.Generator | None:
+        prefix = f"layers.{layer}.engram.embed."
+        assert self._specs[f"{prefix}weight"].dtype == E4M3
+        shapes = [self._specs[f"{prefix}{part}"].shape for part in ("weight", "scale")]
         if self._device.type == "meta":
-            return None
+            return np.zeros(shapes[0], np.uint8), np.zeros(shapes[1], np.uint8)
+        data = self._bytes(f"{prefix}weight", shapes[0], 0, 0x78)
+        scale = self._bytes(f"{prefix}scale", shapes[1], 110, 125)
+        return data.cpu().numpy(), scale.cpu().numpy()
+
+    def _drawn(self, name: str, spec: Spec, count: int) -> Tensor:
+        """[count, ...] random values of this spec, in its format's bytes."""
+        made = self._bytes(name, (count, *spec.shape), *((117, 120) if spec.dtype == E8M0 else (0, 256)))
+        return made if spec.dtype == E8M0 else made.view(torch.int8)
+
+    def _bytes(self, name: str, shape: tuple[int, ...], lowest: int, end: int) -> Tensor:
+        if self._device.type == "meta":
+            return torch.empty(shape, dtype=torch.uint8, device=self._device)
+        noise = self._noise(name)
+        return torch.randint(lowest, end, shape, generator=noise, dtype=torch.uint8, device=self._device)
+
+    def _noise(self, name: str) -> torch.Generator:
         return torch.Generator(self._device).manual_seed(crc32(name.encode()))
+
+
+def in_fp8(values: Tensor) -> Tensor:
+    """[out, in] fp32, as it comes back from e4m3 with a scale for each 32 x 32: one call for all bands of rows."""
+    data, scale = quantise_fp8_weight(values)
+    blocks = data.float().view(len(scale), GROUP, -1, GROUP)
+    return blocks.mul_(scale.float()[:, None, :, None]).view(values.shape)
 
 
 def one_rank_of(config: V41Config, ranks: int) -> Placement:

@@ -1,8 +1,11 @@
 """How long does a whole V4.1 step take on one GPU, through the executor, and how far is that from its floor?
 
-    python -m bench.gpu_v41_step --out bench/results       # decode and prefill, invariant and fastest
-    python -m bench.gpu_v41_step --modes fastest --layers 14
+    python -m bench.gpu_v41_step --out bench/results       # decode and prefill, fastest and invariant
+    python -m bench.gpu_v41_step prefill --modes fastest --layers 0    # as many encoder layers as fit
+    python -m bench.gpu_v41_step decode --modes invariant
 
+Two to three minutes for each step and mode, most of it before anything is timed: stages say for what. `python -m
+bench.gpu_compile` before it compiles ahead what they launch; a stage's `compiled` are those that it did not find.
 
 Decode: one rank of 64 (7 experts a layer in e4m3, rows of all ranks), 64 requests of 1 + 3 rows at 131,072 tokens.
 Prefill: a chunk of 16,384 through as many encoder layers as fit with all 384 experts in fp4. The exchange between ranks
@@ -14,11 +17,13 @@ the share that the GPU idles. Then once more with the drafter's own layers, whos
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +31,7 @@ from typing import Any
 
 import torch
 
+from bench.gpu_lines import Lines
 from bench.gpu_time import machine, timed_event, yardsticks
 from bench.gpu_v41_model import (
     give_past,
@@ -39,58 +45,79 @@ from bench.gpu_v41_work import decode_shape, prefill_shape
 from bench.roofline_v41 import v41_work
 from kernels.batch import PENDING, Batch, Row, SamplingParams
 from kernels.executor import Executor
+from kernels.models.gpu.memory import free_bytes
 from kernels.models.gpu.v41.drafter import DrafterWeights
-from kernels.models.gpu.v41.expert_weights import ExpertFormat
-from kernels.models.gpu.v41.model import GpuV41
+from kernels.models.gpu.v41.expert_weights import ExpertFormat, in_registers
+from kernels.models.gpu.v41.memory import v41_need
+from kernels.models.gpu.v41.model import MOST_SEQUENCES, GpuV41
 from kernels.models.gpu.v41.weights import GpuV41Weights
 from kernels.models.v41.config import V41Config
+from kernels.models.v41.layout import v41_layout
+from kernels.ops.numerics import QUANT
 
 CUDA = torch.device("cuda")
+STEPS = ("decode", "prefill")
 RANKS, DRAFTS, ACCEPTANCE = 64, 3, 0.75
 GREEDY = SamplingParams(temperature=0.0)
 BESIDE = {"decode": "15,700 on SM100", "prefill": "60,000-89,500 on SM100"}
 """Published tokens/s/GPU of whole deployments."""
+_LEAST_LAYERS = 3
+"""A published layer of each kind: without entries, with memory, with entries."""
+_DRAWN_BYTES = 4 << 30
+"""Beside what a model is planned to take: random values before they are rounded, and torch's own workspaces."""
 _AHEAD_STEPS = 24
 _IN_FLIGHT = 3
 """Fewer than buffers between host and device, so that the host never waits."""
 _REPEATS = 7
 
 
-def time_steps(say: Callable[..., None], ceilings: Mapping[str, float], *, modes: Sequence[str], layers: int) -> None:
-    """layers: of the encoder, for prefill.  A mode that fails is said, and the others are timed."""
-    took: dict[str, dict[str, float]] = {"decode": {}, "prefill": {}}
-    for mode in modes:
-        is_invariant = mode == "invariant"
-        works: dict[str, Callable[[], dict[str, Any]]] = {
-            "decode": lambda is_invariant=is_invariant: decode(ceilings, is_invariant=is_invariant),  # type: ignore[misc]
-            "prefill": lambda is_invariant=is_invariant: prefill(ceilings, layers, is_invariant=is_invariant),  # type: ignore[misc]
-        }
-        for name, work in works.items():
+def time_steps(
+    said: Lines, ceilings: Mapping[str, float], *, modes: Sequence[str], layers: int, steps: Sequence[str] = STEPS
+) -> None:
+    """layers: of the encoder, for prefill; 0 = as many as fit.  A step that fails is said, and the others are timed."""
+    took: dict[str, dict[str, float]] = {step: {} for step in steps}
+    for name in steps:
+        for mode in modes:
+            is_invariant = mode == "invariant"
             try:
-                made = work()
+                if name == "decode":
+                    made = decode(said, ceilings, is_invariant=is_invariant)
+                else:
+                    made = prefill(said, ceilings, layers, is_invariant=is_invariant)
             except Exception as error:  # noqa: BLE001 - said, and the next is timed
-                say(f"{name} step, measured", mode=mode, failed=f"{type(error).__name__}: {str(error)[-300:]}")
+                said.say(f"{name} step, measured", mode=mode, failed=f"{type(error).__name__}: {str(error)[-300:]}")
+                traceback.print_exc(limit=6, file=sys.stderr)
             else:
-                say(f"{name} step, measured", mode=mode, **made)
+                said.say(f"{name} step, measured", mode=mode, **made)
                 took[name][mode] = made["step_ms"]
+            gc.collect()
             torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
     for name, by_mode in took.items():
         if len(by_mode) > 1:
-            say(f"{name} step, invariant over fastest", ratio=round(by_mode["invariant"] / by_mode["fastest"], 3))
+            said.say(f"{name} step, invariant over fastest", ratio=round(by_mode["invariant"] / by_mode["fastest"], 3))
 
 
-def decode(ceilings: Mapping[str, float], *, is_invariant: bool) -> dict[str, Any]:
+def decode(said: Lines, ceilings: Mapping[str, float], *, is_invariant: bool) -> dict[str, Any]:
     """One verification step: 64 requests, each its newest token and three drafts, whose logits are all wanted."""
     shape, config = decode_shape(), published_config()
     each = shape.tokens // shape.requests
-    drafter = random_drafter(config, CUDA, ranks=RANKS, is_invariant=is_invariant)
-    weights = decode_weights(config, is_invariant=is_invariant)
-    model = decode_model(config, weights, is_invariant=is_invariant, drafter=drafter)
-    executor = executor_of(model)
-    give_past(model)
-    took = took_by(executor, drafts_step(config, requests=shape.requests, each=each, context=shape.context))
+    facts = {"step": "decode", "mode": "invariant" if is_invariant else "fastest"}
+    with said.stage("weights", **facts):
+        drafter = random_drafter(config, CUDA, ranks=RANKS, is_invariant=is_invariant)
+        weights = decode_weights(config, is_invariant=is_invariant)
+        torch.cuda.synchronize()
+    with said.stage("captured", **facts):
+        model = decode_model(config, weights, is_invariant=is_invariant, drafter=drafter)
+    with said.stage("probed", **facts):
+        executor = executor_of(model)
+        give_past(model)
+    with said.stage("timed", **facts):
+        took = took_by(executor, drafts_step(config, requests=shape.requests, each=each, context=shape.context))
+    said.say("decode step, device alone", **facts, **took)  # what comes may fail
     named = {"requests": shape.requests, "drafts": each - 1, "context": shape.context}
-    seconds, with_drafter = (ahead(executor, config, **named, guesses=guesses) for guesses in (False, True))
+    with said.stage("run ahead", **facts):
+        seconds, with_drafter = (ahead(executor, config, **named, guesses=guesses) for guesses in (False, True))
     floor = v41_work(shape).floor_seconds(ceilings)
     tokens = shape.requests * sum(ACCEPTANCE**draft for draft in range(DRAFTS + 1))
     return took | {
@@ -191,14 +218,20 @@ def ahead(
     return (time.perf_counter() - start) / _AHEAD_STEPS
 
 
-def prefill(ceilings: Mapping[str, float], layers: int, *, is_invariant: bool) -> dict[str, Any]:
+def prefill(said: Lines, ceilings: Mapping[str, float], layers: int, *, is_invariant: bool) -> dict[str, Any]:
     """One chunk of one prompt through encoder layers alone."""
+    layers = layers or fitting_layers(free_bytes(CUDA), is_invariant=is_invariant)
     shape = replace(prefill_shape(), layers=layers)
     config = published_config(layers, layers)
-    weights = prefill_weights(config, is_invariant=is_invariant)
-    model, batch = prefill_model(config, weights, is_invariant=is_invariant), chunk(config)
-    executor = executor_of(model)
-    took = took_by(executor, batch, before=lambda: model.reset_window(1))
+    facts = {"step": "prefill", "mode": "invariant" if is_invariant else "fastest", "layers": layers}
+    with said.stage("weights", **facts):
+        weights = prefill_weights(config, is_invariant=is_invariant)
+        torch.cuda.synchronize()
+    with said.stage("probed", **facts):
+        model, batch = prefill_model(config, weights, is_invariant=is_invariant), chunk(config)
+        executor = executor_of(model)
+    with said.stage("timed", **facts):
+        took = took_by(executor, batch, before=lambda: model.reset_window(1))
     floor = v41_work(shape).floor_seconds(ceilings)
     seconds = took["step_ms"] / 1e3
     return took | {
@@ -208,6 +241,28 @@ def prefill(ceilings: Mapping[str, float], layers: int, *, is_invariant: bool) -
         "tokens_per_second_of_20_layers": round(shape.tokens / seconds * layers / prefill_shape().layers),
         "beside": BESIDE["prefill"],
     }
+
+
+def fitting_layers(free: int, *, is_invariant: bool) -> int:
+    """How many encoder layers, with all their experts in fp4, leave room for a chunk; at least one of each kind."""
+    shape = prefill_shape()
+    for layers in range(shape.layers, _LEAST_LAYERS, -1):
+        config = published_config(layers, layers)
+        layout = v41_layout(config, QUANT)
+        need = v41_need(
+            config,
+            layout,
+            "fp4",
+            step_tokens=shape.tokens,
+            num_windows=2,
+            num_sequences=MOST_SEQUENCES,
+            is_invariant=is_invariant,
+            in_registers=in_registers(config, CUDA, is_invariant=is_invariant),
+        )
+        blocks = (1 + shape.tokens // config.block_tokens) * layout.block_bytes
+        if need.total + blocks + _DRAWN_BYTES <= free:
+            return layers
+    return _LEAST_LAYERS
 
 
 def prefill_weights(config: V41Config, *, is_invariant: bool) -> GpuV41Weights:
@@ -282,24 +337,21 @@ def _on_device(executor: Executor, batch: Batch, begin: Callable[[], None]) -> f
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--modes", nargs="*", default=["invariant", "fastest"])
-    parser.add_argument("--layers", type=int, default=14, help="of prefill: the encoder has 20, 14 fit in 141 GB")
-    parser.add_argument("--out", type=Path, help="folder for gpu_v41_step.json")
+    parser.add_argument("steps", nargs="*", metavar="STEP", help=f"{', '.join(STEPS)}; both otherwise")
+    parser.add_argument("--modes", nargs="*", default=["fastest", "invariant"])
+    parser.add_argument("--layers", type=int, default=14, help="of prefill; the encoder has 20. 0: as many as fit")
+    parser.add_argument("--out", type=Path, help="folder for gpu_v41_step.json, which is written after each figure")
     asked = parser.parse_args()
-    ceilings, lines = yardsticks(), []
-
-    def say(figure: str, **facts: object) -> None:
-        lines.append({"figure": figure, **facts})
-        print(json.dumps(lines[-1]), flush=True)
-
+    if unknown := set(asked.steps) - set(STEPS):
+        parser.error(f"no step {', '.join(sorted(unknown))}")
+    ceilings = yardsticks()
     print(json.dumps({"machine": machine(), **ceilings}), flush=True)
-    time_steps(say, ceilings, modes=asked.modes, layers=asked.layers)
-    if asked.out:
-        asked.out.mkdir(parents=True, exist_ok=True)
-        command = f"python -m bench.gpu_v41_step --layers {asked.layers}"
-        document = {"machine": machine(), "command": command, "yardsticks": ceilings, "figures": lines}
-        (asked.out / "gpu_v41_step.json").write_text(json.dumps(document, indent=1) + "\n")
-    return 1 if any("failed" in line for line in lines) else 0
+    steps = asked.steps or list(STEPS)
+    command = f"python -m bench.gpu_v41_step {' '.join(steps)} --modes {' '.join(asked.modes)} --layers {asked.layers}"
+    path = asked.out / "gpu_v41_step.json" if asked.out else None
+    said = Lines(path, machine=machine(), command=command, yardsticks=ceilings)
+    time_steps(said, ceilings, modes=asked.modes, layers=asked.layers, steps=steps)
+    return int(said.failed)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
     python -m bench.roofline --model llama-8b --batch 64 --context 1024     # also: smollm2-135m, v41; --prefill
 
-Prints each kernel's floor; where there is a GPU, also the time of each kernel by itself and its share of the limit.
-Inputs are read once, outputs written once; weights once a step. Floors use bandwidth and arithmetic as measured.
+About a minute with a GPU, at once without. Prints each kernel's floor; where there is a GPU, also the time of each
+kernel by itself and its share of the limit; with --json each as it is timed. Inputs are read once, outputs written
+once; weights once a step. Floors use bandwidth and arithmetic as measured.
 """
 
 from __future__ import annotations
@@ -171,7 +172,7 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
     return "\n".join(said)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=[*sorted(GPU_SHAPES), "v41"], default="llama-8b")
     parser.add_argument("--batch", type=int, default=64, help="of dense models")
@@ -181,18 +182,23 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="a line for each kernel instead of a table")
     asked = parser.parse_args()
     work, step = work_of(asked.model, asked.batch, asked.context, window=asked.window, prefill=asked.prefill)
-    ceilings, took = dict(NOMINAL), {}
+    ceilings, took = dict(NOMINAL), dict[str, float]()
     if has_gpu():
         from bench.gpu_time import machine, yardsticks
         from bench.roofline_calls import timed
 
         ceilings = yardsticks()
-        print(json.dumps({"machine": machine(), **ceilings}))
-        took = timed(asked.model, asked.batch, asked.context, window=asked.window, prefill=asked.prefill)
+        print(json.dumps({"machine": machine(), **ceilings}), flush=True)
+        for name, seconds in timed(asked.model, asked.batch, asked.context, window=asked.window, prefill=asked.prefill):
+            took[name] = seconds
+            if asked.json:  # as it is known
+                print(json.dumps({"kernel": name, "us": round(seconds * 1e6, 2)}), flush=True)
     else:
         print("no GPU here: floors alone, of an H200 as it was measured", file=sys.stderr)
     rows = list(lines(step, work, ceilings, took))
     print("\n".join(map(json.dumps, rows)) if asked.json else f"{step}\n{table(rows)}")
+    missing = [kernel.name for kernel in work.kernels if kernel.num_bytes and kernel.name not in took]
+    return int(bool(took) and bool(missing))
 
 
 def work_of(model: str, batch: int, context: int, *, window: int, prefill: bool) -> tuple[Work, str]:
@@ -216,4 +222,4 @@ def has_gpu() -> bool:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

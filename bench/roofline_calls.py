@@ -6,7 +6,10 @@ bench/roofline.py counts them under; V4.1: the calls of bench/gpu_v41_work.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -50,19 +53,37 @@ class Step:
         return self.sequences * (self.context if self.prefill else 1)
 
 
-def timed(model: str, batch: int, context: int, *, window: int, prefill: bool) -> dict[str, float]:
-    """Seconds of one call of each kernel.  A dense prefill longer than a step is timed as one step, and scaled."""
-    if model == "v41":
-        from bench.gpu_v41 import build
-        from bench.gpu_v41_work import decode_shape, prefill_shape
+def timed(model: str, batch: int, context: int, *, window: int, prefill: bool) -> Iterator[tuple[str, float]]:
+    """Each kernel and the seconds of one call, as it is timed; one that fails is said and left out.
 
-        works = build(prefill_shape() if prefill else decode_shape()).work
-        with torch.inference_mode():
-            return {work.name: _seconds(work.calls) for work in works}
-    at_once = min(batch, max(_PREFILL_TOKENS // context, 1)) if prefill else batch
-    step = Step(parse_config(GPU_SHAPES[model], {}), at_once, context, window, prefill)
+    A dense prefill longer than a step is timed as one step, and scaled.
+    """
+    scale, calls_by_name = 1.0, dict[str, Calls]()
     with torch.inference_mode():
-        return {name: _seconds(calls) * batch / at_once for name, calls in dense_calls(step).items()}
+        if model == "v41":
+            from bench.gpu_v41 import build
+            from bench.gpu_v41_work import decode_shape, prefill_shape
+
+            calls_by_name = {
+                work.name: work.calls for work in build(prefill_shape() if prefill else decode_shape()).work
+            }
+        else:
+            at_once = min(batch, max(_PREFILL_TOKENS // context, 1)) if prefill else batch
+            step = Step(parse_config(GPU_SHAPES[model], {}), at_once, context, window, prefill)
+            scale, calls_by_name = batch / at_once, dense_calls(step)
+        yield from each_timed(calls_by_name, scale)
+
+
+def each_timed(calls_by_name: Mapping[str, Calls], scale: float = 1.0) -> Iterator[tuple[str, float]]:
+    """Of calls, whichever fail."""
+    for name, calls in calls_by_name.items():
+        try:
+            seconds = _seconds(calls) * scale
+        except Exception as error:  # noqa: BLE001 - the other kernels must not be lost
+            print(json.dumps({"kernel": name, "failed": f"{type(error).__name__}: {str(error)[-300:]}"}), flush=True)
+            traceback.print_exc(limit=4, file=sys.stderr)
+        else:
+            yield name, seconds
 
 
 def _seconds(calls: Calls) -> float:

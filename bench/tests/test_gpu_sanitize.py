@@ -3,13 +3,14 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed: the kernels cannot be imported")
 
-from bench.gpu_sanitize import ROOT, kernels_in_files, main, missing, reports_by_kernel, results, sanitizer
+from bench.gpu_sanitize import ROOT, bounded, kernels_in_files, main, missing, reports_by_kernel, results, sanitizer
 from bench.gpu_sanitize_cases import RUNS
 
 # Both modes draw and page alike; every product's own form is in "dense forms".
@@ -52,6 +53,35 @@ def test_each_launched_kernel_has_a_line() -> None:
     }
     assert 3 == rows["gpu_attention._attend_kernel"]["launches"]
     assert "ended with 7" in results("dense forms", "memcheck", "Killed", 7)[0]["failed"]
+
+
+def test_a_run_that_is_ended_tells_what_was_seen_until_then() -> None:
+    """Errors that were reported, and that it did not come to its end."""
+    cut = SAID.partition("launched ")[0]
+    rows = results("dense forms", "racecheck", cut, None)
+
+    assert {"_attend_kernel": 2, "_linear_kernel": 1} == {row["kernel"]: row["errors"] for row in rows[:-1]}
+    assert "was ended by its time limit" in rows[-1]["failed"]
+    assert not any(row["passed"] for row in rows)
+
+
+def test_a_command_is_ended_with_its_children() -> None:
+    """After so long; what they printed is known. One that ends by itself keeps its status."""
+    nested = "import subprocess, sys; print('one', flush=True); subprocess.run([sys.executable, '-c', INNER])"
+    inner = "import os, time; print('pid', os.getpid(), flush=True); time.sleep(600)"
+    start = time.monotonic()
+    status, said = bounded([sys.executable, "-c", nested.replace("INNER", repr(inner))], 2.0)
+
+    assert status is None
+    assert 20 > time.monotonic() - start
+    assert ["one", "pid"] == said.split()[:2]
+    child = Path(f"/proc/{said.split()[2]}")
+    for _ in range(100):
+        if not child.exists():
+            break
+        time.sleep(0.05)
+    assert not child.exists()
+    assert (3, "x\n") == bounded([sys.executable, "-c", "print('x'); raise SystemExit(3)"], 30.0)
 
 
 def test_a_kernel_that_no_run_launched_is_said() -> None:

@@ -1,6 +1,7 @@
 """Bytes and operations counted from shapes are those that the measured runs were held against."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,11 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed: V4.1's benchmark cannot be imported")
 
+from bench import roofline_calls
 from bench.gpu_shapes import GPU_SHAPES
 from bench.gpu_v41_work import decode_shape, prefill_shape
 from bench.roofline import NOMINAL, Kernel, Work, decode_work, lines, prefill_work, table
-from bench.roofline_calls import Step, dense_calls
+from bench.roofline_calls import Step, dense_calls, each_timed
 from bench.roofline_v41 import v41_work
 from kernels.models.config import parse_config
 
@@ -91,3 +93,21 @@ def test_what_comes_from_the_host_waits_for_the_host() -> None:
 
     assert "host" == memory.waits_for(NOMINAL)
     assert 256 * 24 * 264 / 5.5e10 == pytest.approx(memory.floor_seconds(NOMINAL) / memory.count)
+
+
+def test_a_kernel_that_cannot_be_timed_hides_no_other(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is said and left out; the others come as they are timed."""
+
+    def in_turn(calls: list[Callable[[], object]]) -> float:
+        return float(sum(bool(call()) for call in calls)) / len(calls)
+
+    def broken() -> object:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(roofline_calls, "graph_seconds", in_turn)
+    took = dict(each_timed({"a": [lambda: 1], "b": [broken], "c": [lambda: 1, lambda: 0]}, 2.0))
+
+    assert {"a": 2.0, "c": 1.0} == took
+    assert {"kernel": "b", "failed": "RuntimeError: no such kernel"} == json.loads(capsys.readouterr().out)

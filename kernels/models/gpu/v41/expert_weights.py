@@ -7,6 +7,7 @@ far apart for either, its layer's experts are fp4 that become bf16.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -25,6 +26,9 @@ from kernels.ops.quant import GROUP
 ExpertFormat = Literal["fp4", "bf16", "fp8"]
 """bf16 holds their values as well as fp8, in twice the bytes: for comparisons."""
 Experts = Weights | RowScaled | Packed
+_AT_ONCE_BYTES = 64 << 20
+"""Of fp4 experts that are brought into the kernel's order together: with what that takes, less than the index scores
+that a step keeps memory for, and nobody uses yet."""
 
 
 class Tensors(Protocol):
@@ -103,60 +107,65 @@ class ExpertLoader:
             self.packed.append(prefix)
         return packed_up, packed_down
 
-    def _up(self, prefix: str) -> Weights:
-        """Gate on top of the projection; rows of zeros where the width is not a multiple of the kernel's depth."""
-        padding = -self._config.moe.width % DEPTH
-        parts = [self._fp4(f"{prefix}{part}", rows=padding) for part in ("w1", "w3")]
-        return self._expert(*(torch.cat(both) for both in zip(*parts, strict=True)))
+    def _slices(self, prefix: str, *, is_up: bool) -> Iterator[tuple[slice, Weights]]:
+        """fp4, some experts at a time and where they lie: gate on top of the projection, or down.
 
-    def _down(self, prefix: str) -> Weights:
-        """Columns of zeros meet the rows of zeros."""
-        return self._expert(*self._fp4(f"{prefix}w2", columns=-self._config.moe.width % DEPTH))
+        Zeros stand where the width is no multiple of the kernel's depth: columns of zeros meet rows of zeros.
+        """
+        width, hidden = -(-self._config.moe.width // DEPTH) * DEPTH, self._config.hidden_size
+        parts, rows, size = (("w1", "w3"), width, hidden) if is_up else (("w2",), hidden, width)
+        here, at_once = self._placement.here, max(2 * _AT_ONCE_BYTES // (len(parts) * rows * size), 1)
+        for start in range(0, len(here), at_once):
+            names = [f"{prefix}experts.{expert}.{part}" for expert in here[start : start + at_once] for part in parts]
+            data, scale = (
+                self._stored(names, "weight", rows, size // 2),
+                self._stored(names, "scale", rows, size // GROUP),
+            )
+            both = (each.view(-1, len(parts) * rows, each.shape[2]) for each in (data, scale))
+            yield slice(start, start + len(names) // len(parts)), fp4_weights(*both)
 
-    def _fp4(self, name: str, *, rows: int = 0, columns: int = 0) -> tuple[Tensor, Tensor]:
-        """Pairs and scales, with so many rows and columns of zeros behind."""
-        made = []
-        for part, per_column in (("weight", 2), ("scale", GROUP)):
-            tensor = self._tensors.stored(f"{name}.{part}").view(torch.uint8).to(self._device)
-            padded = torch.nn.functional.pad(tensor, (0, columns // per_column, 0, rows))
-            if part == "scale" and columns:  # zeros under a scale that the row has anyway
-                padded[:, tensor.shape[1] :] = tensor[:, :1]
-            made.append(padded)
-        return made[0], made[1]
-
-    def _expert(self, data: Tensor, scale: Tensor) -> Weights:
-        made = fp4_weights(data.unsqueeze(0), scale.unsqueeze(0))
-        return bf16_weights(made) if self._experts == "bf16" else made
+    def _stored(self, names: list[str], kind: Literal["weight", "scale"], rows: int, columns: int) -> Tensor:
+        """Matrices of one shape as they are stored, [names, rows, columns] uint8, with zeros behind their own."""
+        tensors = [self._tensors.stored(f"{name}.{kind}").view(torch.uint8) for name in names]
+        own_rows, own_columns = tensors[0].shape
+        made = torch.zeros(len(names), rows, columns, dtype=torch.uint8, device=self._device)
+        for mine, tensor in zip(made[:, :own_rows, :own_columns].unbind(), tensors, strict=True):
+            mine.copy_(tensor)
+        if kind == "scale" and own_columns < columns:  # zeros under a scale that the row has anyway
+            made[:, :, own_columns:] = made[:, :, :1]
+        return made
 
     def _all_e4m3(self, prefix: str, *, is_up: bool) -> RowScaled | None:
         """One matrix of every expert here, under one scale a row; None if one of them would lose bits."""
-        make, here = self._up if is_up else self._down, self._placement.here
-        all_of_them: RowScaled | None = None
-        for place, expert in enumerate(here):
-            packed = make(f"{prefix}experts.{expert}.")
+        made: RowScaled | None = None
+        for own, packed in self._slices(prefix, is_up=is_up):
             powers = powers_of(packed)
             if not powers.is_exact:
                 return None
-            if all_of_them is None:
-                data = torch.empty(len(here), packed.out, packed.size, dtype=torch.float8_e4m3fn, device=self._device)
-                all_of_them = RowScaled(data, torch.empty(len(here), packed.out, device=self._device))
-            unpack(packed, powers, all_of_them.data[place : place + 1])
-            all_of_them.scale[place] = powers.scale[0]
-        assert all_of_them is not None, "a GPU has one expert at least"
-        return all_of_them
+            if made is None:
+                made = self._empty_e4m3(packed)
+            unpack(packed, powers, made.data[own])
+            made.scale[own] = powers.scale
+        assert made is not None, "a GPU has one expert at least"
+        return made
+
+    def _empty_e4m3(self, like: Weights) -> RowScaled:
+        experts = len(self._placement.here)
+        data = torch.empty(experts, like.out, like.size, dtype=torch.float8_e4m3fn, device=self._device)
+        return RowScaled(data, torch.empty(experts, like.out, device=self._device))
 
     def _all(self, prefix: str, *, is_up: bool) -> Weights:
         """One matrix of every expert here, end to end."""
-        make = self._up if is_up else self._down
-        data: Tensor | None = None
-        for place, expert in enumerate(self._placement.here):
-            made = make(f"{prefix}experts.{expert}.")
-            if data is None:
-                data, scale = (
-                    part.new_empty(len(self._placement.here), *part.shape[1:]) for part in (made.data, made.scale)
-                )
-            data[place] = made.data[0]
-            if made.format == "fp4":
-                scale[place] = made.scale[0]
-        assert data is not None, "a GPU has one expert at least"
-        return Weights(made.format, data, scale if made.format == "fp4" else made.scale, made.size)
+        made: Weights | None = None
+        for own, packed in self._slices(prefix, is_up=is_up):
+            part = bf16_weights(packed) if self._experts == "bf16" else packed
+            if made is None:
+                experts = len(self._placement.here)
+                data = part.data.new_empty(experts, *part.data.shape[1:])
+                scale = part.scale.new_empty(experts if len(part.scale) else 0, *part.scale.shape[1:])
+                made = Weights(part.format, data, scale, part.size)
+            made.data[own] = part.data
+            if len(part.scale):
+                made.scale[own] = part.scale
+        assert made is not None, "a GPU has one expert at least"
+        return made
