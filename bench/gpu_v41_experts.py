@@ -1,7 +1,8 @@
 """Which way of multiplying V4.1's experts and dense matrices is right on this GPU, and which is fastest?
 
-    python -m bench.gpu_v41_experts                       # all: decode prefill dense
+    python -m bench.gpu_v41_experts                       # all: decode prefill dense packed
     python -m bench.gpu_v41_experts decode dense --ways "library|fp8 128x128"
+    python -m bench.gpu_v41_experts packed                # fp4 in registers alone, its ways beside each other: seconds
 
 One JSON line per figure, a table last. Every way is compared with fp64 products of the exact values before it is timed:
 `error` is the relative L2 distance of what it returns (bf16: about 0.0017 by its own rounding). Times are of one call
@@ -21,6 +22,8 @@ import torch
 from torch import Tensor
 
 from bench.gpu_time import machine, yardsticks
+from bench.gpu_v41_attention import Way as Setting
+from bench.gpu_v41_attention import in_force, poisoned
 from bench.gpu_v41_cases import HIDDEN, LIMIT, TOP_K, WIDTH
 from bench.gpu_v41_dense import dense
 from bench.gpu_v41_expert_work import noise, random_weights
@@ -50,6 +53,18 @@ GATED_TOLERANCE = 1.2e-2
 """Relative L2 at most: what ends in fp8 has roundings that a last bit of bf16 decides."""
 CUTS = ((Cut(64, 128, 4, 4), 128), (CUT, DEEP))
 E4M3 = torch.float8_e4m3fn
+_STAYS: Setting = {(gpu_grouped_packed, "MOST_ROUNDS"): 1 << 20}
+PACKED: dict[str, tuple[Setting, gpu_grouped_packed.Cut]] = {
+    "fp4 in registers": ({}, gpu_grouped_packed.CUT),
+    "fp4 in registers, programs stay": (_STAYS, gpu_grouped_packed.CUT),
+    "fp4 in registers, programs stay, scales ahead": (_STAYS, replace(gpu_grouped_packed.CUT, scales_ahead=True)),
+    "fp4 in registers, programs stay, 5 stages": (_STAYS, replace(gpu_grouped_packed.CUT, stages=5)),
+}
+"""What each sets, and how it cuts. All must give the first one's bits."""
+FIRST_TWO = tuple(PACKED)[:2]
+"""For a short run: compiling takes most of it."""
+FEW = 48
+"""Rows of a rank's experts when few requests decode."""
 
 
 def exact_products(x: Tensor, weights: Weights, groups: Groups, experts: range) -> Tensor:
@@ -153,12 +168,62 @@ def library_fp8(what: str, x: Tensor, own: Groups, eighths: list[RowScaled], exa
         measure(what, Way("swiglu, a scale a row", after, None), 0.0, 2.5 * both.numel())
 
 
-def in_registers(what: str, x: Tensor, own: Groups, packed: list[Weights], exact: Tensor, flops: float) -> None:
+def in_registers(
+    what: str,
+    x: Tensor,
+    own: Groups,
+    packed: list[Weights],
+    exact: Tensor,
+    flops: float,
+    names: tuple[str, ...] = tuple(PACKED),
+) -> None:
     """fp4 that becomes e4m3 on its way to the units."""
-    rows = gathered(span_rows(x), own.sources, turns=True)
-    counted = torch.arange(len(exact), device="cuda")
-    calls = [partial(gpu_grouped_packed.multiply, rows, each, powers_of(each), own.ends) for each in packed]
-    measure(what, Way("fp4 in registers", calls, exact, counted, 4e-3), flops)
+    counted, calls_by = torch.arange(len(exact), device="cuda"), packed_calls(x, own, packed)
+    for name in names:
+        setting, calls = calls_by[name]
+        with in_force(setting):
+            measure(what, Way(name, calls, exact, counted, 4e-3), flops)
+
+
+def packed_calls(
+    x: Tensor, own: Groups, packed: list[Weights]
+) -> dict[str, tuple[Setting, list[Callable[[], Tensor]]]]:
+    """The same on each of the matrices, by each way."""
+    rows, matrices = gathered(span_rows(x), own.sources, turns=True), [(each, powers_of(each)) for each in packed]
+    return {
+        name: (setting, [partial(gpu_grouped_packed.multiply, rows, *each, own.ends, cut=cut) for each in matrices])
+        for name, (setting, cut) in PACKED.items()
+    }
+
+
+def same_bits(what: str, x: Tensor, own: Groups, packed: list[Weights], names: tuple[str, ...]) -> None:
+    """Of all rows, as the first way made them, in memory that was poisoned."""
+    first, end, calls_by = None, int(own.ends[-1]), packed_calls(x, own, packed)
+    for name in names:
+        setting, calls = calls_by[name]
+        try:
+            with in_force(setting), poisoned():
+                made = calls[0]()[:end].clone()
+            first = made if first is None else first
+            same, finite = torch.equal(first, made), bool(made.isfinite().all())
+            say("bits", what=what, way=name, same=same, finite=finite, passed=same and finite)
+        except Exception as failed:  # noqa: BLE001 - a way that fails must not hide the others
+            say("failed", what=what, way=name, failed=f"{type(failed).__name__}: {str(failed)[-400:]}")
+
+
+def packed_alone() -> None:
+    """A decode step's experts, with few rows too, and a prefill's; of these, the first eight experts' are compared."""
+    few = replace(decode_shape(), rows=FEW)
+    for name, shape in (("decode", decode_shape()), ("decode, few rows,", few), ("prefill", prefill_shape())):
+        groups, straight = routed(shape)
+        for half, size, out, own in (("up", HIDDEN, 2 * WIDTH, groups), ("down", WIDTH, HIDDEN, straight)):
+            what, names = f"{name} {half}", FIRST_TWO if shape.is_prefill else tuple(PACKED)
+            x = round_fp8(noise(shape.rows // (TOP_K if shape.is_prefill and half == "up" else 1), size))
+            matrices = [random_weights("fp4", shape.experts, out, size) for _ in range(shape.copies)]
+            exact = exact_products(x, matrices[0], own, range(min(shape.experts, 8)))
+            in_registers(what, x, own, matrices, exact, 2.0 * shape.rows * out * size, names)
+            same_bits(what, x, own, matrices[:1], names)
+        torch.cuda.empty_cache()
 
 
 def unpacked(packed: Weights, powers: Powers, room: Tensor) -> Tensor:
@@ -200,7 +265,7 @@ def prefill() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = {"decode": decode, "prefill": prefill, "dense": dense}
+    parts = {"decode": decode, "prefill": prefill, "dense": dense, "packed": packed_alone}
     parser.add_argument("what", nargs="*", metavar="PART", help=", ".join(parts) + "; all otherwise")
     parser.add_argument("--ways", default="", help="regular expression: ways whose names begin like it")
     asked = parser.parse_args()
@@ -208,7 +273,7 @@ def main() -> None:
     with torch.inference_mode():
         torch.manual_seed(1)
         say("machine", machine=machine(), **{name: round(value, 9) for name, value in yardsticks().items()})
-        for name in asked.what:
+        for name in asked.what or parts:
             try:
                 parts[name]()
             except Exception as failed:  # noqa: BLE001 - the other parts must not be hidden

@@ -58,13 +58,23 @@ class Cut:
     stages: int
     registers: int
     """Of a thread that multiplies."""
+    scales_ahead: bool = False
+    """Whether who feeds, where programs stay, has a tile's scales brought into the L2 before they are asked for."""
 
 
 CUT = Cut(rows=256, stages=4, registers=232)
 """Frozen by measurement (docs/performance_v41.md). Programs are one a multiprocessor."""
+MOST_ROUNDS = 0
+"""Up to so many rounds of tiles, programs stay and make one tile after the other; 0: each makes one and ends.
+
+Those that stay feed the next tile while they finish one, and share a last round that is at most half full. Of many
+rounds the hardware's own order is better: tiles differ, and whoever is done first takes the next.
+"""
 OUTS = gl.constexpr(128)
 """Rows of a matrix in a program: two groups of four warps multiply half of them each."""
 _FEEDING_REGISTERS = gl.constexpr(24)
+_STAYING_REGISTERS = gl.constexpr(32)
+"""Of a thread that feeds, where it also finds the next tile: 40 would leave too few for the first that multiply."""
 
 
 def multiply(x: SpanRows, weights: Weights, powers: Powers, ends: Tensor, *, cut: Cut = CUT) -> Tensor:
@@ -84,8 +94,9 @@ def multiply(x: SpanRows, weights: Weights, powers: Powers, ends: Tensor, *, cut
     out = torch.empty(positions, weights.out, dtype=torch.bfloat16, device=x.data.device)
     if not positions:
         return out
-    most_rows = tiles(positions, cut.rows) + min(weights.experts, positions)
-    packed_kernel[(most_rows * (weights.out // OUTS.value),)](
+    most_tiles = (tiles(positions, cut.rows) + min(weights.experts, positions)) * (weights.out // OUTS.value)
+    staying = _staying(x.data.device, most_tiles)
+    packed_kernel[(staying or most_tiles,)](
         _boxes(x.data, [cut.rows, _DEPTH], _ROWS.value),
         _boxes(x.data, [cut.rows // 2, _DEPTH], _ROWS.value),
         _boxes(x.data, [cut.rows // 4, _DEPTH], _ROWS.value),
@@ -104,6 +115,8 @@ def multiply(x: SpanRows, weights: Weights, powers: Powers, ends: Tensor, *, cut
         ROWS=cut.rows,
         STAGES=cut.stages,
         REGISTERS=cut.registers,
+        STAYS=staying > 0,
+        SCALES_AHEAD=cut.scales_ahead,
         num_warps=WARPS,
     )
     return out
@@ -113,6 +126,18 @@ def fits(device: torch.device, *shapes: tuple[int, int]) -> bool:
     """Is this the GPU, and are these matrices, out by in, that the kernel is made for?"""
     is_ours = device.type == "cuda" and is_hopper(device)
     return is_ours and all(out % OUTS.value == 0 and size % _DEPTH == 0 for out, size in shapes)
+
+
+def _staying(device: torch.device, most_tiles: int) -> int:
+    """Programs that stay; 0: none."""
+    if not MOST_ROUNDS:
+        return 0
+    programs = _multiprocessors(device)
+    return programs if tiles(most_tiles, programs) <= MOST_ROUNDS else 0
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _boxes(matrix: Tensor, box: list[int], layout: gl.NVMMASharedLayout) -> TensorDescriptor:
@@ -152,6 +177,74 @@ def _tile(
 
 
 @gluon.jit
+def _row_tiles(ends: gl.tensor, index: gl.tensor, EXPERTS: gl.constexpr, ROWS: gl.constexpr) -> gl.tuple:
+    """Of each of these experts: its first row, its end, and its tiles of rows."""
+    end = gl.load(ends + index, mask=index < EXPERTS, other=0)
+    begin = gl.load(ends + index - 1, mask=(index < EXPERTS) & (index > 0), other=0)
+    return begin, end, gl.where(index < EXPERTS, (end - begin + ROWS - 1) // ROWS, 0)
+
+
+@gluon.jit
+def _plan(ends: gl.tensor, EXPERTS: gl.constexpr, ROWS: gl.constexpr, NUM_OUTS: gl.constexpr) -> gl.tuple:
+    """Of programs that stay: tiles of full rounds, how often each other tile is halved, how many units that makes.
+
+    A last round that is at most half or a quarter full is of halves or quarters of its tiles' rows: the same sums, and
+    no program waits for another's part of one. A lane for an expert, in each warp: none waits for another.
+    """
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    lane = gl.arange(0, 32, layout=LINE)
+    row_tiles = gl.zeros([32], gl.int32, LINE)
+    for some in range(0, EXPERTS, 32):
+        row_tiles += _row_tiles(ends, some + lane, EXPERTS, ROWS)[2]
+    num_tiles = gl.sum(row_tiles, axis=0) * NUM_OUTS
+    programs = gl.num_programs(0)
+    rest = num_tiles % programs
+    halvings = (rest * 2 <= programs).to(gl.int32) + (rest * 4 <= programs).to(gl.int32)
+    return num_tiles - rest, halvings, num_tiles - rest + (rest << halvings)
+
+
+@gluon.jit
+def _unit(
+    unit: gl.tensor,
+    plan: gl.tuple,
+    ends: gl.tensor,
+    WIDTH: gl.constexpr,
+    EXPERTS: gl.constexpr,
+    ROWS: gl.constexpr,
+) -> gl.tuple:
+    """A tile's or piece's first row, how many rows (a piece: maybe none), its first of all matrices' and of its own's.
+
+    In the order of `_tile`, the pieces of a tile one after the other.
+    """
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    NUM_OUTS: gl.constexpr = WIDTH // OUTS
+    full, halvings, _ = plan
+    late = gl.maximum(unit - full, 0)
+    number = gl.minimum(unit, full) + (late >> halvings)
+    lane = gl.arange(0, 32, layout=LINE)
+    expert = gl.zeros([32], gl.int32, LINE)
+    first, stop, count, local = expert, expert, expert, expert
+    before = number * 0
+    for some in range(0, EXPERTS, 32):
+        begin, end, row_tiles = _row_tiles(ends, some + lane, EXPERTS, ROWS)
+        last = before + gl.associative_scan(row_tiles, 0, _plus)
+        inside = number - (last - row_tiles) * NUM_OUTS
+        mine = (inside >= 0) & (inside < row_tiles * NUM_OUTS)
+        expert = gl.where(mine, some + lane, expert)
+        first = gl.where(mine, begin, first)
+        stop = gl.where(mine, end, stop)
+        count = gl.where(mine, row_tiles, count)
+        local = gl.where(mine, inside, local)
+        before += gl.sum(row_tiles, axis=0)
+    safe = gl.maximum(gl.sum(count, axis=0), 1)
+    inside = gl.sum(local, axis=0)
+    rows = gl.where(unit < full, ROWS, ROWS >> halvings)
+    begin = gl.sum(first, axis=0) + inside % safe * ROWS + (late - (late >> halvings << halvings)) * rows
+    tile = inside // safe * OUTS
+    return begin, gl.minimum(gl.sum(stop, axis=0) - begin, rows), gl.sum(expert, axis=0) * WIDTH + tile, tile
+
+
+@gluon.jit
 def _spread(each: gl.tensor, WORDS: gl.constexpr) -> gl.tensor:
     """[outs, 2] -> [outs, 4] in the layout of a product's words."""
     wide = gl.expand_dims(each, 2).broadcast_to([each.shape[0], 2, 2])
@@ -187,6 +280,7 @@ def _feed(
     first: gl.tensor,
     left: gl.tensor,
     w_first: gl.tensor,
+    done: gl.tensor,
     SIZE: gl.constexpr,
     ROWS: gl.constexpr,
     STAGES: gl.constexpr,
@@ -194,13 +288,15 @@ def _feed(
     """Copy what each turn multiplies to where an earlier one is done with, by one warp.
 
     boxes: of all, half and a quarter of the rows.  left: rows that there are from the first on.
+    done: turns of earlier tiles.
     """
     x_smem, w_smem, full, empty = places
     W_BYTES: gl.constexpr = OUTS * WORDS_A_ROW * 4
     for turn in range(SIZE // DEPTH):
-        slot = turn % STAGES
-        if turn >= STAGES:
-            mbarrier.wait(empty.index(slot), (turn // STAGES - 1) & 1)
+        past = done + turn
+        slot = past % STAGES
+        if past >= STAGES:
+            mbarrier.wait(empty.index(slot), (past // STAGES - 1) & 1)
         flag = full.index(slot)
         x_slot = x_smem.index(slot)
         if left > ROWS // 2:
@@ -225,6 +321,7 @@ def _multiply(  # noqa: PLR0915 - one pass over the columns
     left: gl.tensor,
     w_first: gl.tensor,
     column_first: gl.tensor,
+    done: gl.tensor,
     PART: gl.constexpr,
     SIZE: gl.constexpr,
     WIDTH: gl.constexpr,
@@ -267,8 +364,8 @@ def _multiply(  # noqa: PLR0915 - one pass over the columns
     high_scale = gl.load(scale_at + 2 + scale_place)
     acc = gl.zeros([HALF, ROWS], gl.float32, PRODUCTS)
     for turn in range(TURNS):
-        slot = turn % STAGES
-        mbarrier.wait(full.index(slot), (turn // STAGES) & 1)
+        slot = (done + turn) % STAGES
+        mbarrier.wait(full.index(slot), ((done + turn) // STAGES) & 1)
         packed = _by_product(w_smem.index(2 * slot + PART).load(LOADED))
         low, high = low_scale.to(gl.int32) + base[:, None], high_scale.to(gl.int32) + base[:, None]
         low_near, high_near = _spread(LOW + low * ONE_LOW, WORDS), _spread(HIGH + low * ONE_HIGH, WORDS)
@@ -317,6 +414,7 @@ def _part(
     left: gl.tensor,
     w_first: gl.tensor,
     column_first: gl.tensor,
+    done: gl.tensor,
     PART: gl.constexpr,
     SIZE: gl.constexpr,
     WIDTH: gl.constexpr,
@@ -325,11 +423,95 @@ def _part(
 ) -> None:
     """As many rows as there are, in halves."""
     if left > ROWS // 2:
-        _multiply(given, places, first, left, w_first, column_first, PART, SIZE, WIDTH, ROWS, STAGES)
+        _multiply(given, places, first, left, w_first, column_first, done, PART, SIZE, WIDTH, ROWS, STAGES)
     elif left > ROWS // 4:
-        _multiply(given, places, first, left, w_first, column_first, PART, SIZE, WIDTH, ROWS // 2, STAGES)
+        _multiply(given, places, first, left, w_first, column_first, done, PART, SIZE, WIDTH, ROWS // 2, STAGES)
     else:
-        _multiply(given, places, first, left, w_first, column_first, PART, SIZE, WIDTH, ROWS // 4, STAGES)
+        _multiply(given, places, first, left, w_first, column_first, done, PART, SIZE, WIDTH, ROWS // 4, STAGES)
+
+
+@gluon.jit
+def _stay_and_multiply(
+    given: gl.tuple,
+    places: gl.tuple,
+    ends: gl.tensor,
+    PART: gl.constexpr,
+    SIZE: gl.constexpr,
+    WIDTH: gl.constexpr,
+    EXPERTS: gl.constexpr,
+    ROWS: gl.constexpr,
+    STAGES: gl.constexpr,
+) -> None:
+    """Half of each tile that a program makes."""
+    plan = _plan(ends, EXPERTS, ROWS, WIDTH // OUTS)
+    done = 0
+    for unit in range(gl.program_id(0), plan[2], gl.num_programs(0)):
+        first, left, w_first, column_first = _unit(unit, plan, ends, WIDTH, EXPERTS, ROWS)
+        if left > 0:
+            _part(given, places, first, left, w_first, column_first, done, PART, SIZE, WIDTH, ROWS, STAGES)
+            done += SIZE // DEPTH
+
+
+@gluon.jit
+def bring(at: gl.tensor) -> None:
+    """The 64 bytes at each of these addresses into the L2: in bulk, lanes would ask one after the other."""
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _bring_scales(given: gl.tuple, w_first: gl.tensor, SIZE: gl.constexpr) -> None:
+    """Of a tile of a matrix, those of groups and of rows."""
+    _, scale, largest, powers, _, _ = given
+    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    PARTS: gl.constexpr = OUTS * SIZE // 32 // 64
+    first = w_first.to(gl.int64)
+    for some in gl.static_range(0, PARTS, 32):
+        bring(scale + first * (SIZE // 32) + gl.minimum(some + lane, PARTS - 1) * 64)
+    bring(powers + first + lane % 8 * 16)
+    bring(largest + first + lane % 2 * 64)
+
+
+@gluon.jit
+def _stay_and_feed(
+    given: gl.tuple,
+    boxes: gl.tuple,
+    w_boxes: gl.tensor,
+    places: gl.tuple,
+    ends: gl.tensor,
+    SIZE: gl.constexpr,
+    WIDTH: gl.constexpr,
+    EXPERTS: gl.constexpr,
+    ROWS: gl.constexpr,
+    STAGES: gl.constexpr,
+    SCALES_AHEAD: gl.constexpr,
+) -> None:
+    """What they multiply, ahead of them into the next tile."""
+    plan = _plan(ends, EXPERTS, ROWS, WIDTH // OUTS)
+    done = 0
+    for unit in range(gl.program_id(0), plan[2], gl.num_programs(0)):
+        first, left, w_first, _ = _unit(unit, plan, ends, WIDTH, EXPERTS, ROWS)
+        if left > 0:
+            if SCALES_AHEAD:
+                _bring_scales(given, w_first, SIZE)
+            _feed(boxes, w_boxes, places, first, left, w_first, done, SIZE, ROWS, STAGES)
+            done += SIZE // DEPTH
+
+
+@gluon.jit
+def _rooms(ROWS: gl.constexpr, STAGES: gl.constexpr) -> gl.tuple:
+    """Where turns are copied to, and what says that each is there, or done with."""
+    x_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, ROWS, DEPTH], _ROWS)
+    w_smem = gl.allocate_shared_memory(gl.int32, [2 * STAGES, OUTS // 2, WORDS_A_ROW], _WORDS)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], _FLAGS)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], _FLAGS)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
+    fence_async_shared()
+    gl.thread_barrier()
+    return x_smem, w_smem, full, empty
 
 
 @gluon.jit
@@ -352,28 +534,36 @@ def packed_kernel(
     ROWS: gl.constexpr,
     STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
+    STAYS: gl.constexpr,
+    SCALES_AHEAD: gl.constexpr,
 ) -> None:
-    expert, first, stop, tile = _tile(ends, EXPERTS, EXPERTS_BLOCK, ROWS, WIDTH // OUTS)
-    if expert < EXPERTS:
-        w_first, column_first, left = expert * WIDTH + tile * OUTS, tile * OUTS, stop - first
-        x_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, ROWS, DEPTH], _ROWS)
-        w_smem = gl.allocate_shared_memory(gl.int32, [2 * STAGES, OUTS // 2, WORDS_A_ROW], _WORDS)
-        full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], _FLAGS)
-        empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], _FLAGS)
-        for stage in gl.static_range(STAGES):
-            mbarrier.init(full.index(stage), count=1)
-            mbarrier.init(empty.index(stage), count=2)
-        fence_async_shared()
-        gl.thread_barrier()
-        places = (x_smem, w_smem, full, empty)
-        given = (x_scale, scale, largest, powers, result, positions)
-        boxes = (x_boxes, half_boxes, quarter_boxes)
+    given = (x_scale, scale, largest, powers, result, positions)
+    boxes = (x_boxes, half_boxes, quarter_boxes)
+    if STAYS:
+        places = _rooms(ROWS, STAGES)
         gl.warp_specialize(
             [
-                (_part, (given, places, first, left, w_first, column_first, 0, SIZE, WIDTH, ROWS, STAGES)),
-                (_part, (given, places, first, left, w_first, column_first, 1, SIZE, WIDTH, ROWS, STAGES)),
-                (_feed, (boxes, w_boxes, places, first, left, w_first, SIZE, ROWS, STAGES)),
+                (_stay_and_multiply, (given, places, ends, 0, SIZE, WIDTH, EXPERTS, ROWS, STAGES)),
+                (_stay_and_multiply, (given, places, ends, 1, SIZE, WIDTH, EXPERTS, ROWS, STAGES)),
+                (
+                    _stay_and_feed,
+                    (given, boxes, w_boxes, places, ends, SIZE, WIDTH, EXPERTS, ROWS, STAGES, SCALES_AHEAD),
+                ),
             ],
             [4, 1],
-            [REGISTERS, _FEEDING_REGISTERS],
+            [REGISTERS, _STAYING_REGISTERS],
         )
+    else:
+        expert, first, stop, tile = _tile(ends, EXPERTS, EXPERTS_BLOCK, ROWS, WIDTH // OUTS)
+        if expert < EXPERTS:
+            w_first, column_first, left = expert * WIDTH + tile * OUTS, tile * OUTS, stop - first
+            places = _rooms(ROWS, STAGES)
+            gl.warp_specialize(
+                [
+                    (_part, (given, places, first, left, w_first, column_first, 0, 0, SIZE, WIDTH, ROWS, STAGES)),
+                    (_part, (given, places, first, left, w_first, column_first, 0, 1, SIZE, WIDTH, ROWS, STAGES)),
+                    (_feed, (boxes, w_boxes, places, first, left, w_first, 0, SIZE, ROWS, STAGES)),
+                ],
+                [4, 1],
+                [REGISTERS, _FEEDING_REGISTERS],
+            )

@@ -264,6 +264,7 @@ class Machine:
     def __init__(self, *, is_late: bool) -> None:
         self._is_late = is_late
         self._program: tuple[int, ...] = ()
+        self._programs: tuple[int, ...] = ()
         self._memory: list[Tensor] = []
 
     def _places(self, at, mask):
@@ -296,6 +297,11 @@ class Machine:
         value = value.broadcast_to(at.address.shape)
         for inside, memory, place in self._places(at, mask):
             memory[place] = value[inside].as_subclass(Tensor).contiguous()[:, None].view(torch.uint8)
+
+    def bring(self, at):
+        """Nothing but that all of it is there."""
+        for place in range(0, 64, 8):
+            list(self._places(Pointer(at.address + place, torch.int64), True))
 
     def multiply(self, a, b, acc, *, use_acc=True, is_async):
         assert is_async
@@ -332,6 +338,7 @@ class Machine:
             int16=torch.int16, int32=torch.int32, int64=torch.int64, uint8=torch.uint8, uint32=UNSIGNED,
             pointer_type=lambda dtype: dtype,
             program_id=lambda axis: valued(torch.tensor(self._program[axis], dtype=torch.int32)),
+            num_programs=lambda axis: valued(torch.tensor(self._programs[axis], dtype=torch.int32)),
             arange=lambda start, end, layout: valued(torch.arange(start, end, dtype=torch.int32)),
             zeros=lambda shape, dtype, _layout: valued(torch.zeros(shape, dtype=dtype)),
             full_like=torch.full_like, div_rn=torch.div, max=torch.amax, where=where,
@@ -350,6 +357,7 @@ class Machine:
             "mbarrier": engine,
             "tma": engine,
             "fence_async_shared": lambda: None,
+            "bring": self.bring,
             "warpgroup_mma": self.multiply,
             "warpgroup_mma_wait": self.wait,
             "as_e4m3": as_e4m3,
@@ -374,15 +382,26 @@ class Machine:
         self, kernel: JITFunction[Any], grid: tuple[int, ...], args: tuple[Any, ...], named: dict[str, Any]
     ) -> None:
         """All programs."""
+        for first in range(grid[0]):
+            for second in range(grid[1] if len(grid) > 1 else 1):
+                self.returned(kernel, (first, second), grid, args, named)
+
+    def returned(
+        self,
+        function: JITFunction[Any],
+        program: tuple[int, ...],
+        grid: tuple[int, ...],
+        args: tuple[Any, ...],
+        named: dict[str, Any],
+    ) -> Any:
+        """By one program, of a kernel or of a part of it."""
         self._memory = list({each.data_ptr(): each for each in args if isinstance(each, Tensor)}.values())
+        self._program, self._programs = program, grid
         taken = [
             Pointer(valued(torch.tensor(each.data_ptr())), each.dtype) if isinstance(each, Tensor) else each
             for each in args
         ]
-        for first in range(grid[0]):
-            for second in range(grid[1] if len(grid) > 1 else 1):
-                self._program = (first, second)
-                self.function(kernel)(*taken, **named)
+        return self.function(function)(*taken, **named)
 
 
 def _kind(a: Any, b: Any) -> torch.dtype:
