@@ -17,6 +17,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ import torch
 from torch import Tensor
 
 from bench.gpu_time import machine, yardsticks
-from bench.gpu_v41_attention import Way, in_force
+from bench.gpu_v41 import check_case
+from bench.gpu_v41_attention import Way, in_force, poisoned
+from bench.gpu_v41_cases import FAMILIES, Draw
 from bench.gpu_v41_model import give_past, published_config
 from bench.gpu_v41_step import (
     chunk,
@@ -39,15 +42,39 @@ from bench.gpu_v41_step import (
 from bench.gpu_v41_work import decode_shape
 from kernels.batch import Batch
 from kernels.models.gpu.v41.model import GpuV41
-from kernels.ops import gpu_sparse
+from kernels.ops import (
+    gpu_fp8,
+    gpu_grouped_packed,
+    gpu_hyper,
+    gpu_index,
+    gpu_placed_rows,
+    gpu_sparse,
+    gpu_swiglu_rows,
+)
 
+STREAMS: Way = {(gpu_hyper, "BY_ROWS"): True}
+OWN_DENSE: Way = {(gpu_fp8, "OWN_DENSE"): True}
+SAME_BITS: dict[str, Way] = {
+    "chosen by words": {(gpu_index, "BY_WORDS"): True},
+    "rows placed in one": {(gpu_placed_rows, "IN_ONE"): True},
+    "gated whole": {(gpu_swiglu_rows, "WHOLE"): True},
+    "experts' programs stay": {(gpu_grouped_packed, "MOST_ROUNDS"): 8},
+}
+_ALIKE: Way = {place: value for way in SAME_BITS.values() for place, value in way.items()}
 WAYS: dict[str, Way] = {
     "as it is": {},
+    "all of the same bits": _ALIKE,
+    "all": _ALIKE | STREAMS | OWN_DENSE,
+    "streams by rows": STREAMS,
+    "wq_b by our own kernel": OWN_DENSE,
+    **SAME_BITS,
     "attention in Triton": {(gpu_sparse, "_fits_hopper"): lambda *_: False},
 }
-"""What each sets; a new one is one line."""
-ROUNDED_OTHERWISE = frozenset({"attention in Triton"})
+"""What each sets, most worth first; a new one is one line."""
+ROUNDED_OTHERWISE = frozenset({"attention in Triton", "streams by rows", "wq_b by our own kernel", "all"})
 """Ways whose values may differ in a last bit."""
+CHECKED = frozenset({"streams by rows", "all"})
+"""Of these a step says little, as one expert chosen otherwise changes it: compared with the CPU's twin as well."""
 _PROFILED = 3
 _NAME = 96
 
@@ -67,14 +94,16 @@ def time_ways(
             continue
         try:
             with in_force(way):
+                right = {"right": _streams_are_right()} if name in CHECKED else {}
                 line, logits = time_way(build, before, profiles=profiles)
+                line |= right
         except Exception as error:  # noqa: BLE001 - said, and the next is timed
             line, logits = {"failed": f"{type(error).__name__}: {str(error)[-400:]}"}, None
             traceback.print_exc(limit=6, file=sys.stderr)
         if logits is not None:
             expected = logits if expected is None else expected
             line |= _beside(expected, logits)
-            line["passed"] = line["error"] == 0.0 or name in ROUNDED_OTHERWISE
+            line["passed"] = (line["error"] == 0.0 or name in ROUNDED_OTHERWISE) and line.get("right", True)
         lines.append({"figure": f"{step} step", "way": name} | line)
         print(json.dumps(lines[-1]), flush=True)
         gc.collect()
@@ -96,6 +125,15 @@ def time_way(
     if profiles:
         took["kernels"] = _kernels(lambda: (begin(), executor.launch(batch)))
     return took, logits
+
+
+def _streams_are_right() -> bool:
+    """From one sublayer into the next by the way that is in force, at real dimensions."""
+    cases = [case for case in FAMILIES["streams"](Draw(1)) if case.name.startswith("enter") and not case.named]
+    with poisoned():
+        return all(
+            list(map(check_case, (replace(case, named={"restates": True}) for case in cases)))
+        )  # each says its own
 
 
 def _beside(expected: Tensor, got: Tensor) -> dict[str, Any]:

@@ -9,6 +9,7 @@ the fp32 mixing weight are exact in bf16 by cutting the weight in three.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.ops import gpu_hyper_rows
 from kernels.ops.gpu_beside import Beside
 from kernels.ops.gpu_formats import bf16, dot, fp8_round_trip
 from kernels.ops.gpu_fp8 import SpanRows, as_rows, empty_rows, restated_twin, write_spans
@@ -45,6 +47,8 @@ class Cut:
 FEW, MANY, INVARIANT = Cut(tokens=8, warps=4), Cut(tokens=16, warps=4), Cut(tokens=16, warps=4)
 FEW_TOKENS = 2048
 """Up to so many, programs are many enough only if each is small."""
+BY_ROWS = False
+"""Whether a program takes a token's whole row in the fastest mode (`gpu_hyper_rows`): not before a GPU has timed it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +122,8 @@ def enter(
         return _enter_twin(streams, output, before, weights, mixed_by, restates=restates)
     if beside is not None:
         beside.join()
+    if BY_ROWS and not is_invariant and gpu_hyper_rows.takes(hidden):
+        return _enter_by_rows(streams, output, before, weights, mixed_by, restates=restates, beside=beside)
     after = streams if output is None else torch.empty_like(streams)
     mixed = torch.empty(tokens, hidden, dtype=streams.dtype, device=streams.device)
     sums, squares = _go_over(
@@ -131,6 +137,36 @@ def enter(
     with beside.begun(after, squares):
         _finish(entered, mixed, _library_sums(after, weights.parts), squares, weights, enters=False)
     _finish(entered, mixed, entered.made.pre.unsqueeze(0), squares, weights, mixes=False)
+    return entered
+
+
+def _enter_by_rows(
+    streams: Tensor,
+    output: Tensor | None,
+    before: Coefficients,
+    weights: MixingWeights,
+    mixed_by: Tensor,
+    *,
+    restates: bool,
+    beside: Beside | None,
+) -> Entered:
+    """One launch, and beside it what the sublayer's end wants."""
+    after = streams if output is None else torch.empty_like(streams)
+    entered = _room(after, restates=restates)
+    squares = gpu_hyper_rows.go_on(
+        streams,
+        output,
+        before,
+        mixed_by,
+        weights.norm,
+        eps=weights.eps,
+        after=after,
+        x=entered.x,
+        rounded=entered.rounded,
+        restated=entered.restated,
+    )
+    with nullcontext() if beside is None else beside.begun(after, squares):
+        _finish(entered, entered.x, _library_sums(after, weights.parts), squares, weights, enters=False)
     return entered
 
 
@@ -233,7 +269,8 @@ def _finish(
         MIXES=mixes,
         ENTERS=enters,
         BLOCK=block,
-        num_warps=min(max(block // 1024, 1), 8),
+        # Coefficients alone are a warp's work, and leave the other warps' places to the sublayer.
+        num_warps=1 if BY_ROWS and not enters else min(max(block // 1024, 1), 8),
     )
 
 

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.ops import gpu_index_hopper
+from kernels.ops.gpu_choice import raised, select_by_words, takes
 from kernels.ops.gpu_formats import bf16, dot, e2m1_pairs, high_bf16, low_bf16, power
 from kernels.ops.gpu_index_hopper import restated_queries
 from kernels.ops.gpu_launch import check, is_hopper, power_of_two, runs_kernels, tiles
@@ -160,6 +161,8 @@ GROUP = 8
 """Scores of which the choice by maxima looks at the highest first."""
 _MOST_BY_MAXIMA, _LEAST_GROUPS = 1024, 4
 """The choice by maxima: at most so many chosen (two counts of 16 bits), of at least so many groups for each."""
+BY_WORDS = False
+"""Whether `gpu_choice` makes it, and of rows of fewer groups, if they are whole ones: not before a GPU has timed it."""
 
 
 def select(scores: Tensor, seen: Tensor, *, count: int, by_maxima: bool | None = None) -> Tensor:
@@ -175,9 +178,11 @@ def select(scores: Tensor, seen: Tensor, *, count: int, by_maxima: bool | None =
         hidden = torch.arange(width, device=scores.device) >= seen[:, None]
         return listed(best(scores.float().masked_fill(hidden, float("-inf")), count), count).int()
     groups = tiles(width, GROUP)
+    check(not by_maxima or count <= _MOST_BY_MAXIMA, f"by maxima at most {_MOST_BY_MAXIMA} are chosen")
+    if BY_WORDS and by_maxima is not False and count <= _MOST_BY_MAXIMA and takes(width):
+        return select_by_words(scores, seen, count=count)
     if by_maxima is None:
         by_maxima = count <= _MOST_BY_MAXIMA and groups >= _LEAST_GROUPS * count
-    check(not by_maxima or count <= _MOST_BY_MAXIMA, f"by maxima at most {_MOST_BY_MAXIMA} are chosen")
     out = torch.empty(rows, count, dtype=torch.int32, device=scores.device)
     named = {"COUNT": count, "COUNT_BLOCK": power_of_two(count)}
     if by_maxima:
@@ -452,17 +457,6 @@ def _counted(key: tl.tensor, threshold: tl.tensor, unit: tl.tensor) -> tl.tensor
 
 
 @triton.jit
-def _raised(
-    reach: tl.tensor, threshold: tl.tensor, above: tl.tensor, unit: tl.tensor, COUNT: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
-    """The highest of four thresholds that COUNT keys reach, and how many reach the one above it."""
-    one, two, three = (reach & 0xFFFFF).to(tl.int32), (reach >> 20 & 0xFFFFF).to(tl.int32), (reach >> 40).to(tl.int32)
-    level = (one >= COUNT).to(tl.int32) + (two >= COUNT).to(tl.int32) + (three >= COUNT).to(tl.int32)
-    higher = tl.where(level == 0, one, tl.where(level == 1, two, three))
-    return threshold + level * unit, tl.where(level == 3, above, higher)
-
-
-@triton.jit
 def _select_by_maxima_kernel(  # noqa: PLR0915 - one kernel is one function
     scores: tl.tensor,
     seen: tl.tensor,
@@ -505,7 +499,7 @@ def _select_by_maxima_kernel(  # noqa: PLR0915 - one kernel is one function
             group = first + step
             counts += _counted(tl.load(maxima + group, mask=group < used, other=0), bound, unit)
             first += STEP
-        bound, above = _raised(tl.sum(counts, axis=0), bound, above, unit, COUNT)
+        bound, above = raised(tl.sum(counts, axis=0), bound, above, unit, COUNT)
     level_before = 0
     above_before = 0
     first = 0
@@ -531,7 +525,7 @@ def _select_by_maxima_kernel(  # noqa: PLR0915 - one kernel is one function
     for digit in tl.static_range(8):
         unit = 1 << (14 - 2 * digit)
         counts = tl.sum(_counted(key, threshold, unit), axis=1)
-        threshold, above = _raised(tl.sum(counts, axis=0), threshold, above, unit, COUNT)
+        threshold, above = raised(tl.sum(counts, axis=0), threshold, above, unit, COUNT)
     room = COUNT - above
     is_level, is_above = ((key == threshold) & (key > 0)).to(tl.int32), (key > threshold).to(tl.int32)
     both = is_level | (is_above << 16)

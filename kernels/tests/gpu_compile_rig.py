@@ -29,7 +29,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from kernels.ops import gpu_grouped_fp8, gpu_grouped_packed, gpu_sparse
+from kernels.ops import gpu_dense_fp8, gpu_grouped_fp8, gpu_grouped_packed, gpu_sparse
 from kernels.ops.engram import hash_tables
 from kernels.ops.gpu_attention import CHUNK, LONG_PART_TOKENS, SINGLE
 from kernels.ops.gpu_attention import attend as attend_dense
@@ -370,6 +370,12 @@ def v41_fp8(tokens: int) -> None:
     fp8_product(torch.empty(tokens, HIDDEN, dtype=torch.float8_e4m3fn), u8(tokens, HIDDEN // 32), weights)
 
 
+def v41_dense() -> None:
+    """A decode step's wide product by our own kernel."""
+    x, matrix = (torch.empty(rows, 1280, dtype=torch.float8_e4m3fn) for rows in (256, 32_768))
+    gpu_dense_fp8.multiply(x, fp32(256), matrix, fp32(32_768))
+
+
 def v41_memory() -> None:
     """Rows of a table found, read and let in."""
     tokens = 53
@@ -420,8 +426,10 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
         yield f"v41 fp8 {tokens}", partial(v41_fp8, tokens)
     for tokens, is_invariant in ((8, False), (8, True), (4000, False)):
         yield f"v41 streams {tokens} {is_invariant}", partial(sublayers.streams, tokens, is_invariant=is_invariant)
+    yield "v41 dense", v41_dense
     yield "v41 memory", v41_memory
     yield "v41 ways", ways.launched
+    yield "v41 ways at once", ways.at_once
     yield "v41 drafts", partial(launches.drafts, launches.real("fp4"), 64)
     yield from whole_steps()
 

@@ -6,12 +6,19 @@ import torch
 from torch import Tensor
 
 from kernels.models.gpu.v41.step import interleaved
+from kernels.ops import gpu_hyper_rows
+from kernels.ops.gpu_choice import select_by_words
+from kernels.ops.gpu_fp8 import SpanRows, as_rows, empty_rows
+from kernels.ops.gpu_placed_rows import place_rows
 from kernels.ops.gpu_records import Section
 from kernels.ops.gpu_sparse import Chosen, Windows, attend_groups
+from kernels.ops.gpu_swiglu_rows import gate_rows
+from kernels.ops.hyper import Coefficients
 
 META = torch.device("meta")
 BF16, FP32, U8, I32, I64 = torch.bfloat16, torch.float32, torch.uint8, torch.int32, torch.int64
 TOKENS, HEADS, HEAD, PAIRS = 256, 64, 512, 32
+HIDDEN, WIDTH, TOP_K, EPS = 5120, 2304, 6, 1e-20
 
 
 def _of(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -27,3 +34,22 @@ def launched() -> None:
     for chosen in (Chosen(_of(I32, TOKENS, 512), _of(I32, TOKENS), main, 64), None):
         given = _of(BF16, TOKENS, HEADS, HEAD), *turn, _of(U8, TOKENS, 528), ring, windows, chosen, _of(FP32, HEADS)
         attend_groups(*given, interleaved(TOKENS, 8, META), scale=HEAD**-0.5, span=256)
+
+
+def at_once() -> None:
+    """Whole rows moved, gated and chosen from at once."""
+    for width in (8192, 131_072):
+        select_by_words(_of(BF16, TOKENS, width), _of(I32, TOKENS), count=512)
+    before = Coefficients(*(_of(FP32, TOKENS, *size) for size in ((4,), (4,), (4, 4))))
+    streams, x = _of(BF16, TOKENS, 4, HIDDEN), _of(BF16, TOKENS, HIDDEN)
+    for output in (None, x):
+        for restated in (None, as_rows(empty_rows(x))):
+            gpu_hyper_rows.go_on(
+                streams, output, before, before.pre, _of(FP32, HIDDEN),
+                eps=EPS, after=streams, x=x, rounded=x, restated=restated,
+            )  # fmt: skip
+    rows, slots = SpanRows(_of(torch.float8_e4m3fn, TOKENS, HIDDEN), _of(FP32, 1, TOKENS)), TOKENS * TOP_K
+    for here in (7, 384):
+        place_rows(_of(I32, TOKENS, TOP_K), rows, num_experts=here, turns=here == 7)
+    gate_rows(_of(BF16, slots, 2 * WIDTH), _of(I32, slots), _of(FP32, slots), limit=10.0, turns=True)
+    gate_rows(_of(BF16, TOKENS, 2 * WIDTH), None, None, limit=10.0, turns=False)

@@ -22,10 +22,10 @@ from kernels.models.gpu.v41.weights import (
     MoeWeights,
 )
 from kernels.models.v41.config import MoeConfig, V41Config
-from kernels.ops import gpu_grouped_fp8, gpu_grouped_packed
+from kernels.ops import gpu_grouped_fp8, gpu_grouped_packed, gpu_placed_rows
 from kernels.ops.gpu_beside import Beside
 from kernels.ops.gpu_engram import add_memory, read_rows, table_rows
-from kernels.ops.gpu_fp8 import RowScaled, SpanRows, gathered, grouped_product, span_rows, swiglu_rows
+from kernels.ops.gpu_fp8 import RowScaled, SpanRows, gathered, grouped_product, span_rows
 from kernels.ops.gpu_grouped import Groups, Weights, multiply, multiply_gated
 from kernels.ops.gpu_grouped_unpack import Packed
 from kernels.ops.gpu_hyper import Entered, MixingWeights, enter, leave
@@ -33,6 +33,7 @@ from kernels.ops.gpu_moe import Placed, combine, group, route
 from kernels.ops.gpu_quant import norm_fp8
 from kernels.ops.gpu_records import compress_entries, store_index, store_main, store_ring, window_records
 from kernels.ops.gpu_sparse import attend, attend_groups
+from kernels.ops.gpu_swiglu_rows import swiglu_rows
 from kernels.ops.hyper import STREAMS
 
 
@@ -192,8 +193,9 @@ def experts(step: Routed, moe: MoeConfig, weights: MoeWeights, entered: Entered)
     logits = products.wide(entered.x, weights.router)
     biases, placed = (weights.bias, weights.image_bias, step.is_image), Placed(weights.rows, step.lines)
     routes = route(logits, *biases, placed, scaling=moe.scaling, top_k=moe.top_k)
-    groups = group(routes.experts, num_experts=weights.up.experts)
-    rows, is_in_order = routed(products, weights, entered, groups, routes.weights.flatten(), limit=limit)
+    groups, placed_rows = _grouped(weights, entered, routes.experts)
+    factors = routes.weights.flatten()
+    rows, is_in_order = routed(products, weights, entered, groups, factors, limit=limit, placed=placed_rows)
     beside.join()
     places = None if is_in_order else groups.places
     return combine(rows, shared, routes.experts, top_k=moe.top_k, places=places)
@@ -205,6 +207,15 @@ def _shared(products: Products, weights: MoeWeights, entered: Entered, *, limit:
     return products.of(products.gated(both, limit=limit), weights.shared_down)
 
 
+def _grouped(weights: MoeWeights, entered: Entered, experts: Tensor) -> tuple[Groups, SpanRows | None]:
+    """Slots sorted by expert, and the experts' rows where one launch does both."""
+    up, rows, slots = weights.up, entered.restated, experts.numel()
+    in_one = gpu_placed_rows.IN_ONE and gpu_placed_rows.takes(slots)
+    if in_one and rows is not None and not isinstance(up, Weights) and _is_worth(up, slots):
+        return gpu_placed_rows.place_rows(experts, rows, num_experts=up.experts, turns=_turns(up))
+    return group(experts, num_experts=up.experts), None
+
+
 def routed(
     products: Products,
     weights: MoeWeights,
@@ -213,10 +224,12 @@ def routed(
     factors: Tensor,
     *,
     limit: float,
+    placed: SpanRows | None = None,
 ) -> tuple[Tensor, bool]:
     """What experts make of each slot's row, [slots, hidden] bf16, and whether it lies in the order of slots.
 
-    factors: [slots] fp32.  Else it lies in the order of positions.
+    factors: [slots] fp32.  placed: each position's row, turned, where that is done.  Else it lies in the order of
+    positions.
     """
     up, down, slots = weights.up, weights.down, len(factors)
     if isinstance(up, RowScaled) and isinstance(down, RowScaled) and products.is_invariant:
@@ -226,8 +239,9 @@ def routed(
         return gpu_grouped_fp8.multiply(span_rows(gated, span=spans[1]), down, groups, num_out=slots), True
     if not isinstance(up, Weights) and entered.restated is not None and _is_worth(up, slots):
         assert not isinstance(down, Weights), "both matrices of an expert are kept alike"
-        turns = isinstance(up, Packed) and up.room is None
-        both = _on_units(gathered(entered.restated, groups.sources, turns=turns), up, groups.ends)
+        turns = _turns(up)
+        x = gathered(entered.restated, groups.sources, turns=turns) if placed is None else placed
+        both = _on_units(x, up, groups.ends)
         middle = swiglu_rows(both, groups.targets, factors, limit=limit, turns=turns)
         return _on_units(middle, down, groups.ends), False
     plain_up, plain_down = (each.weights if isinstance(each, Packed) else each for each in (up, down))
@@ -248,6 +262,10 @@ def _on_units(x: SpanRows, matrices: RowScaled | Packed, ends: Tensor) -> Tensor
 
 def _is_worth(up: RowScaled | Packed, positions: int) -> bool:
     return isinstance(up, RowScaled) or up.is_worth(positions)
+
+
+def _turns(up: RowScaled | Packed) -> bool:
+    return isinstance(up, Packed) and up.room is None
 
 
 def enter_experts(

@@ -12,11 +12,12 @@ from kernels.models.gpu.v41.tokens import Laid
 from kernels.models.gpu.v41.weights import Matrix
 from kernels.ops import gpu_grouped_fp8
 from kernels.ops.gpu_beside import Beside
-from kernels.ops.gpu_fp8 import RowScaled, SpanRows, norm_rows, product, span_rows, swiglu_rows
+from kernels.ops.gpu_fp8 import RowScaled, SpanRows, norm_rows, product, span_rows
 from kernels.ops.gpu_grouped import Groups, Weights, multiply
 from kernels.ops.gpu_linear import library_linear, linear
 from kernels.ops.gpu_quant import norm_fp8, round_fp8, swiglu_fp8
 from kernels.ops.gpu_sparse import Chosen
+from kernels.ops.gpu_swiglu_rows import swiglu_rows
 from kernels.ops.hyper import Coefficients
 
 Rows = Tensor | SpanRows

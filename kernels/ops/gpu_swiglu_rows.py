@@ -1,0 +1,120 @@
+"""How do two warps gate a whole row and leave it restated?
+
+`gpu_fp8.swiglu_rows` over a row's own length, in turns of 256 columns: 2,304 is nine of them, where a block of a power
+of two is 4,096, 44 % of it nothing. A row is asked for at once and stays in registers until its largest value is known.
+Turned columns are stored as the words they stay, not byte by byte. The same bits.
+"""
+# mypy: disable-error-code="import-untyped, untyped-decorator, assignment, var-annotated"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.ops import gpu_fp8
+from kernels.ops.gpu_formats import FP8_FLOOR, e4m3_bits, exponents, fp8_round_trip, power
+from kernels.ops.gpu_fp8 import SpanRows
+from kernels.ops.gpu_launch import check, runs_kernels
+
+WHOLE = False
+"""Whether rows whose length is a few turns are gated so: not before a GPU has timed it."""
+COLUMNS, WARPS = 256, 2
+"""Of a turn, and of a program: a lane has four columns, which stay a word wherever they are turned to."""
+_MOST_TURNS = 10
+
+
+def takes(width: int) -> bool:
+    """Whether rows of so many values are a few whole turns, and tiles of turned columns."""
+    columns = min(width & -width, COLUMNS)
+    return columns >= 128 and width // columns <= _MOST_TURNS
+
+
+def swiglu_rows(
+    gate_up: Tensor,
+    targets: Tensor | None = None,
+    factors: Tensor | None = None,
+    *,
+    limit: float,
+    turns: bool = False,
+) -> SpanRows:
+    """The clamped SwiGLU of rows, rounded to fp8 and restated under one scale a row: as `gpu_fp8.swiglu_rows`."""
+    if WHOLE and takes(gate_up.shape[1] // 2) and runs_kernels(gate_up):
+        return gate_rows(gate_up, targets, factors, limit=limit, turns=turns)
+    return gpu_fp8.swiglu_rows(gate_up, targets, factors, limit=limit, turns=turns)
+
+
+def gate_rows(
+    gate_up: Tensor, targets: Tensor | None, factors: Tensor | None, *, limit: float, turns: bool
+) -> SpanRows:
+    """The same by this file's kernel."""
+    positions, width = len(gate_up), gate_up.shape[1] // 2
+    check(takes(width), "rows are a few whole turns")
+    check(gate_up.dtype == torch.bfloat16 and gate_up.is_contiguous(), "rows are bf16, end to end")
+    check((factors is None) == (targets is None), "factors have targets")
+    data = torch.empty(positions, width, dtype=torch.uint8, device=gate_up.device)
+    scale = torch.empty(1, positions, dtype=torch.float32, device=gate_up.device)
+    if positions:
+        columns = min(width & -width, COLUMNS)
+        _gate_rows_kernel[(positions,)](
+            gate_up,
+            gate_up if targets is None else targets,
+            gate_up if factors is None else factors,
+            data,
+            scale,
+            limit,
+            SIZE=width,
+            COLUMNS=columns,
+            TURNS=width // columns,
+            WEIGHED=factors is not None,
+            TURNED=turns,
+            num_warps=WARPS,
+        )
+    return SpanRows(data.view(torch.float8_e4m3fn), scale, turns)
+
+
+@triton.jit
+def _gate_rows_kernel(
+    gate_up: tl.tensor,
+    targets: tl.tensor,
+    factors: tl.tensor,
+    data: tl.tensor,
+    scale: tl.tensor,
+    limit: tl.tensor,
+    SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TURNS: tl.constexpr,
+    WEIGHED: tl.constexpr,
+    TURNED: tl.constexpr,
+) -> None:
+    position = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    row = gate_up + position * 2 * SIZE
+    gates, ups = (), ()
+    for turn in tl.static_range(TURNS):
+        gates = gates + (tl.load(row + turn * COLUMNS + column),)  # noqa: RUF005 - a tuple of Triton's
+        ups = ups + (tl.load(row + SIZE + turn * COLUMNS + column),)  # noqa: RUF005 - as above
+    if WEIGHED:
+        factor = tl.load(factors + tl.load(targets + position))
+    largest = tl.zeros((1, COLUMNS), tl.float32)
+    made = ()
+    for turn in tl.static_range(TURNS):
+        gate, up = tl.minimum(gates[turn].to(tl.float32), limit), ups[turn].to(tl.float32)
+        values = gate / (1.0 + tl.exp(-gate)) * tl.minimum(tl.maximum(up, -limit), limit)
+        if WEIGHED:
+            values *= factor
+        values = fp8_round_trip(tl.reshape(values, (1, COLUMNS)), COLUMNS // 32)
+        largest = tl.maximum(largest, tl.abs(values))
+        made = made + (values,)  # noqa: RUF005 - as above
+    exponent = exponents(tl.max(largest, axis=1), FP8_FLOOR, 448.0)
+    place = column
+    if TURNED:
+        word = column % 128 // 4
+        place = column // 128 * 128 + word % 4 * 32 + word // 16 * 16 + word % 16 // 4 * 4 + column % 4
+        # The compiler does not see that words stay whole, and would store each byte by itself.
+        place = tl.max_contiguous(tl.multiple_of(place, 4), 4)
+    for turn in tl.static_range(TURNS):
+        bits = e4m3_bits(made[turn] * tl.broadcast_to(power(254 - exponent)[:, None], (1, COLUMNS)))
+        tl.store(data + position * SIZE + turn * COLUMNS + place, tl.reshape(bits, (COLUMNS,)))
+    tl.store(scale + position + tl.arange(0, 1), power(exponent))
