@@ -137,8 +137,6 @@ class SimulatedStore:
             blocks = [(one, self._catalog.hits.last(one.key), False) for one in self._catalog.index.blocks_of(number)]
             for one in kept_blocks(blocks, segment_bytes=self._catalog.segments[number].num_bytes):
                 copy = self._append(one.key, one.retention, now, record_bytes(self._block_bytes))
-                # A copy for room does not make a block younger: its life goes on.
-                copy = copy._replace(created_seconds=one.created_seconds)
                 self.outcome.copied += self._catalog.publish(copy, one)
             self.outcome.evicted += self._drop(number)
         return True

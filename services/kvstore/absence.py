@@ -6,6 +6,9 @@ its deletion would still be remembered. A file in the store's folder says when i
 
 How long that is ago the object store's own clock says, as soon as it was asked. Until then: in the process that heard,
 a steady clock that nobody sets; after a restart the clock of this machine, for want of a better one.
+
+A replica that may only read never sets that clock. It goes by the dates of what others write: a deletion is forgotten
+only by one that dated the object store within the hour, so that whoever lists it sees that a month has gone by.
 """
 
 import json
@@ -74,9 +77,12 @@ class Absence:
         self._forgot_before = before
 
     def heard(self) -> None:
-        """Remember that all deletions until now are known and obeyed. Not before the object store's clock is known."""
+        """Remember that all deletions until now are known and obeyed. Not while nothing over there has a date.
+
+        A bound will do, as one has who may not write there: a time that is too early counts as a longer absence.
+        """
         there = self._there.now()
-        if there is None or not self._there.is_set:
+        if there is None:
             return
         self._begin()
         self._heard_here, self._heard_there = self._began, there

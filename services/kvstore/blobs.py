@@ -215,11 +215,17 @@ class BlobBackend:
         return listed
 
     async def ask_time(self) -> None:
-        """Set the clock by an object that is written for the purpose: two calls."""
-        await self._call(
-            self.writes, lambda: obstore.put_async(self._store, _DATED_PATH, b""), self.options.write_seconds
-        )
-        for blob in await self.list(_DATED_PATH.partition("/")[0], max_blobs=1):
+        """Set the clock by an object that is written for the purpose: two calls.
+
+        Whoever may not write sees the last one that another replica wrote: a bound, and within the hour while any does.
+        """
+        try:
+            await self._call(
+                self.writes, lambda: obstore.put_async(self._store, _DATED_PATH, b""), self.options.write_seconds
+            )
+        finally:
+            dated = await self.list(_DATED_PATH.partition("/")[0], max_blobs=1)
+        for blob in dated:
             self.time.set(blob.modified.timestamp())
 
     async def _call(

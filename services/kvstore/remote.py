@@ -282,12 +282,13 @@ class RemoteTier:
 
     async def ask_time(self) -> None:
         """Set the object store's clock, if it is time for that; without it the clock here must do. Never raises."""
-        if not self.blobs.time.is_due or self.blobs.is_away or self.blobs.is_read_only:
+        if not self.blobs.time.is_due or self.blobs.is_away:
             return
         try:
             await self.blobs.ask_time()
         except BlobError as exc:
-            _log.info("kvstore.remote.time_unknown", reason=str(exc))
+            if self.blobs.time.now() is None:
+                _log.info("kvstore.remote.time_unknown", reason=str(exc))
         if abs(self.blobs.time.ahead_seconds) > DELETION_SECONDS:
             _log.warning("kvstore.remote.clocks_differ", ahead_seconds=self.blobs.time.ahead_seconds)
 
@@ -301,11 +302,12 @@ class RemoteTier:
             await self._obey(engine, is_first=is_first)
         self._refreshed = self._now()
         await self.forget_doubtful(engine)  # what was listed may be dated a month later than all that is known here
-        await self.keys.refresh(self.catalog.tombstones)
-        if self._absence is not None:
+        await self.keys.obey(self.catalog.tombstones)
+        if self._absence is not None:  # before anything is written: a replica that may only read has heard as well
             self._absence.heard()
             await asyncio.to_thread(self._absence.note)
         if not self.blobs.is_read_only:
+            await self.keys.share()
             await self.catalog.tidy()
 
     async def _obey(self, engine: LocalEngine, *, is_first: bool) -> None:

@@ -181,7 +181,9 @@ class RemoteCatalog:
             for path in tuple(self._orphans):
                 await self._blobs.delete(path)
                 self._orphans.discard(path)
-            await self._end_tombstones(now - TOMBSTONE_SECONDS)
+            # Only right after a date was written there: those who cannot write one tell by it how long they were away.
+            if not self._blobs.time.is_due:
+                await self._end_tombstones(now - TOMBSTONE_SECONDS)
             await self._news.tidy()
 
     async def sweep(self) -> None:

@@ -131,6 +131,8 @@ def kept_blocks(
 ) -> list[BlockLocation]:
     """Return the blocks of a victim to copy forward: every pinned one, and the latest hit up to FORWARD of its bytes.
 
+    Only hits of this very copy count: a copy's life begins anew, and one hit must not give a block a life without end.
+
     blocks: (location, when it was last hit, is it pinned).
     """
     pinned: list[BlockLocation] = []
@@ -138,7 +140,7 @@ def kept_blocks(
     for location, last_hit, is_pinned in blocks:
         if is_pinned:
             pinned.append(location)
-        elif last_hit is not None:
+        elif last_hit is not None and last_hit >= location.created_seconds:
             hot.append((last_hit, location))
     left = segment_bytes * FORWARD
     kept = pinned

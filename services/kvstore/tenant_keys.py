@@ -50,6 +50,8 @@ class TenantKeys:
         self._blobs = blobs
         self._is_agreed = False
         self._published: set[KeyName] = set()
+        self._gone: set[KeyName] = set()
+        """Destroyed here, and perhaps still over there."""
         self._doubted_before = 0.0
         self._holders: Callable[[], Collection[str]] = tuple
         self._is_first = False
@@ -79,10 +81,26 @@ class TenantKeys:
 
     async def refresh(self, tombstones: Sequence[Tombstone]) -> None:
         """Destroy the keys of deleted tenants, fetch what others published, publish what only this replica has."""
+        await self.obey(tombstones)
+        await self.share()
+
+    async def obey(self, tombstones: Sequence[Tombstone]) -> None:
+        """Destroy the keys of deleted tenants here and fetch what others published: needs no writing over there."""
         keyring = self.keyring
         async with self._one_at_a_time:
             if keyring is not None and await self._agree(keyring):
-                await self._refresh(keyring, tombstones)
+                await self._obey(keyring, tombstones)
+
+    async def share(self) -> None:
+        """Delete over there what was destroyed, and publish what only this replica has."""
+        keyring = self.keyring
+        async with self._one_at_a_time:
+            if keyring is not None and self._is_agreed:
+                for name in sorted(self._gone):
+                    await self._blobs.delete(_path(name))
+                    self._published.discard(name)
+                    self._gone.discard(name)
+                await self._publish(keyring, keyring.names - self._published)
 
     async def publish(self, tenants: Iterable[str]) -> None:
         """See to it that whoever finds blocks of these tenants can open them: to be called before they are uploaded."""
@@ -93,12 +111,14 @@ class TenantKeys:
                 mine = {name for name in keyring.names if name.tenant_hash in owners}
                 await self._publish(keyring, mine - self._published - self._old(mine))
 
-    async def _refresh(self, keyring: Keyring, tombstones: Sequence[Tombstone]) -> None:
+    async def _obey(self, keyring: Keyring, tombstones: Sequence[Tombstone]) -> None:
         listed = await self._listed()
         self._published = set(listed)
         gone = _shredded(listed | keyring.names, tombstones)
-        if gone:
-            await self._destroy(keyring, gone)
+        if gone:  # here first: a key that is gone over there and not here would be published again
+            await asyncio.to_thread(keyring.destroy, list(gone))
+            self.counts.destroyed += len(gone - self._gone)
+            self._gone |= gone
         held = {tenant_hash(tenant) for tenant in self._holders()}
         doubtful = {name for name in self._old(keyring.names - listed) if name.tenant_hash not in held}
         if doubtful and len(listed) < MAX_KEYS:
@@ -107,16 +127,11 @@ class TenantKeys:
         self._doubted_before = 0.0
         for name in sorted(listed - keyring.names - gone):
             await self._fetch(keyring, name)
-        await self._publish(keyring, keyring.names - listed)
 
     async def _agree(self, keyring: Keyring) -> bool:
         """Find out whether all replicas have the same master key: the first one's mark decides."""
         if not self._is_agreed:
-            mark = keyring.mark()
-            if await self._blobs.put_if_absent(_MARK_PATH, mark):
-                self._is_first = True  # ever: nobody can have deleted anything there
-            else:
-                mark = await self._blobs.get(_MARK_PATH, max_bytes=4096)
+            mark = await self._agreed_mark(keyring)
             self._is_agreed = keyring.has_same_master(mark)
             self.is_refused = not self._is_agreed
         if self.is_refused:
@@ -127,6 +142,16 @@ class TenantKeys:
                 "another object_store_url",
             )
         return self._is_agreed
+
+    async def _agreed_mark(self, keyring: Keyring) -> bytes:
+        try:  # first, for a replica that may only read
+            return await self._blobs.get(_MARK_PATH, max_bytes=4096)
+        except BlobMissingError:
+            mark = keyring.mark()
+        if await self._blobs.put_if_absent(_MARK_PATH, mark):
+            self._is_first = True  # ever: nobody can have deleted anything there
+            return mark
+        return await self._blobs.get(_MARK_PATH, max_bytes=4096)
 
     def _old(self, names: Iterable[KeyName]) -> set[KeyName]:
         if self._is_first:
@@ -153,14 +178,6 @@ class TenantKeys:
             if wrapped is not None:
                 self.counts.published += await self._blobs.put_if_absent(_path(name), wrapped)
                 self._published.add(name)
-
-    async def _destroy(self, keyring: Keyring, names: Collection[KeyName]) -> None:
-        # Here first: a key that is gone over there and not here would be published again.
-        await asyncio.to_thread(keyring.destroy, list(names))
-        for name in names:
-            await self._blobs.delete(_path(name))
-            self._published.discard(name)
-        self.counts.destroyed += len(names)
 
 
 def _shredded(names: Iterable[KeyName], tombstones: Sequence[Tombstone]) -> set[KeyName]:

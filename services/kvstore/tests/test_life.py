@@ -102,6 +102,25 @@ async def test_expiry_unlinks_whole_segments(tmp_path: Path) -> None:
     await store.close()
 
 
+async def test_a_segment_that_ends_while_it_is_read_goes_after_the_read(tmp_path: Path, clock: Clock) -> None:
+    """Whoever began in time gets the bytes: a file that was gone would count as damage."""
+    store = await open_store(tmp_path, policy=SHORT)
+    await store._upkeep.close()
+    await store.write(block(1, retention=AGENT))
+    clock.now += 0.5
+    await store.seal_older_than(-1.0)
+    (segment,) = store.catalog.segments.values()
+    segment.readers += 1  # as a thread that is just about to open the file
+    clock.now += 1.0
+    await store._upkeep._tick(clock.now)
+    assert ([], 1) == (list(store.catalog.index), len(segments(tmp_path)))
+
+    segment.readers -= 1
+    await store._upkeep._tick(clock.now)
+    assert 0 == len(segments(tmp_path))
+    await store.close()
+
+
 async def test_a_hit_late_in_life_gives_a_new_life(tmp_path: Path, clock: Clock) -> None:
     """Blocks in use live on by being copied forward; those that nobody asks for end."""
     store = await open_store(tmp_path, policy=SHORT)

@@ -339,3 +339,17 @@ async def test_a_deletion_that_cannot_be_done_is_told(tmp_path):
 
     blocked.unlink()
     assert 0 == (await tier.evict(Selection(tenant="acme"))).num_blocks
+
+
+async def test_nothing_is_found_behind_while_it_is_left_alone(tmp_path):
+    """A lookup that promised what no read may ask for would have its caller wait for a miss."""
+    bucket = Bucket()
+    await upload(await bucket.fresh(), sealed_segment(tmp_path, [0]))
+    tier = await bucket.fresh()
+    assert 1 == len(await tier.longest(FINGERPRINT, [key(0)]))
+    while not tier.blobs.is_away:
+        permit = tier.blobs.reads.begin(time.monotonic())
+        assert permit is not None
+        tier.blobs.reads.end(permit, is_good=False, now=time.monotonic())
+
+    assert 0 == len(await tier.longest(FINGERPRINT, [key(0)]))

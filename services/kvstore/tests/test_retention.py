@@ -165,3 +165,13 @@ def test_pinned_blocks_and_the_hottest_tenth_are_kept(blocks: list[tuple[int, fl
     times = [hit for one in hot if (hit := hits[one]) is not None]
     assert len(hot) == len(times)
     assert times == sorted(times, reverse=True)
+
+
+def test_one_hit_saves_a_block_once() -> None:
+    """The copy's life begins anew: without a hit of its own it goes with its segment, or one hit were for ever."""
+    first = BlockLocation(b"k" * 32, b"f" * 32, 1, 0, 100, 0, created_seconds=10.0)
+    again = first._replace(segment=2, created_seconds=30.0)
+
+    assert [first] == kept_blocks([(first, 20.0, False)], segment_bytes=5000)
+    assert [] == kept_blocks([(again, 20.0, False)], segment_bytes=5000)
+    assert [again] == kept_blocks([(again, 20.0, True)], segment_bytes=5000)
