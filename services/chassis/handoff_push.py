@@ -1,12 +1,15 @@
 """How does a piece of a handoff travel by `Push` without being copied by protobuf?
 
-On the wire it is a `PushChunk`, and whoever reads or writes it as such is understood. Here its `data` is put behind the
-other fields as it is, and read as a view of the message, for protobuf would copy it twice on each side.
+On the wire it is a `PushChunk`, and whoever reads or writes it as such is understood. Here its `data` is copied from
+the device to where it is sent from, between the other fields, and read as a view of the message: protobuf would copy it
+twice on each side.
 """
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
+from typing import Any
 
 from google.protobuf.message import DecodeError
 
@@ -21,8 +24,16 @@ PUSH_METHOD = "/fathom.v1.Decode/Push"
 PIECE_BYTES = 4 << 20
 """Most of a block in one message: larger ones cost less each, and hold up whatever else is on the connection."""
 _DATA_TAG = PushChunk.DATA_FIELD_NUMBER << 3 | 2
+_CRC_TAG = PushChunk.CRC32_FIELD_NUMBER << 3
+_CRC_BYTES = 6
+"""The checksum behind the data: a tag, and a varint that is as long for small numbers as for large ones."""
 _FIXED_BYTES = {1: 8, 5: 4}
 """Length of what follows a tag, by its wire type."""
+# The C API lets whoever has just made a `bytes` fill it, as long as nobody else has seen it.
+_new_bytes = ctypes.pythonapi.PyBytes_FromStringAndSize
+_new_bytes.restype, _new_bytes.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_ssize_t)
+_address_of = ctypes.pythonapi.PyBytes_AsString
+_address_of.restype, _address_of.argtypes = ctypes.c_void_p, (ctypes.py_object,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +45,42 @@ class Piece:
     data: memoryview
 
 
+class BlankPiece:
+    """A message whose data is still to be written, at `place`: what gRPC takes is then copied once, off the device."""
+
+    def __init__(
+        self, num_bytes: int, *, block_index: int = 0, ticket: Ticket | None = None, is_window: bool = False
+    ) -> None:
+        """num_bytes: of the data, a whole block or window state; PIECE_BYTES at most."""
+        head = PushChunk(ticket=ticket, block_index=block_index, is_window=is_window).SerializeToString()
+        head += _data_begins(num_bytes)
+        size = len(head) + num_bytes + _CRC_BYTES
+        self._message: bytes = _new_bytes(None, size)
+        memory: Any = (ctypes.c_char * size).from_address(_address_of(self._message))
+        memory.message = self._message  # whoever still writes to the place keeps the message alive
+        self._whole = memoryview(memory).cast("B")
+        self._whole[: len(head)] = head
+        self.place = self._whole[len(head) : -_CRC_BYTES]
+
+    def seal(self) -> bytes:
+        """Return the message, to which nobody may write any more."""
+        left = block_crc32(self.place)
+        crc = bytearray([_CRC_TAG])
+        for _ in range(_CRC_BYTES - 2):
+            crc.append(left & 0x7F | 0x80)
+            left >>= 7
+        crc.append(left)
+        self._whole[-_CRC_BYTES:] = crc
+        return self._message
+
+
 def encode_pieces(
     payload: memoryview, *, block_index: int = 0, ticket: Ticket | None, is_window: bool = False
 ) -> list[bytes]:
-    """Cut one block, or the window state, into messages. Only a stream's first piece carries the ticket."""
+    """Cut one block, or the window state, into messages. Only a stream's first piece carries the ticket.
+
+    For those that are larger than a message; smaller ones need no copy of their own, see `BlankPiece`.
+    """
     messages = []
     for offset in range(0, len(payload), PIECE_BYTES):
         data = payload[offset : offset + PIECE_BYTES]
@@ -48,10 +91,7 @@ def encode_pieces(
             crc32=block_crc32(data),
             is_window=is_window,
         )
-        length = bytearray()
-        _put_varint(length, _DATA_TAG)
-        _put_varint(length, len(data))
-        messages.append(b"".join((head.SerializeToString(), length, data)))
+        messages.append(b"".join((head.SerializeToString(), _data_begins(len(data)), data)))
     return messages
 
 
@@ -90,6 +130,13 @@ def check_piece(piece: Piece) -> None:
     if block_crc32(piece.data) != piece.head.crc32:
         what = "the window state" if piece.head.is_window else f"block {piece.head.block_index}"
         raise BlocksLost(f"a piece of {what} arrived damaged")
+
+
+def _data_begins(num_bytes: int) -> bytes:
+    begin = bytearray()
+    _put_varint(begin, _DATA_TAG)
+    _put_varint(begin, num_bytes)
+    return bytes(begin)
 
 
 def _put_varint(out: bytearray, value: int) -> None:

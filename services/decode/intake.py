@@ -170,8 +170,9 @@ class Intake:
         """Let a connection bring the blocks of the reservation that it names. Raises BlocksLost for any other."""
         named = Ticket(boot_id=self._boot_id, epoch=hello.epoch, nonce=hello.nonce)
         handoff = self._find_for_writing(named)
+        handoff.check_alone()
         if handoff.lane is not None or handoff.staging is None or handoff.landing is None:
-            raise BlocksLost("this reservation has a lane already, or needs none")
+            raise BlocksLost("this reservation has had a lane, or needs none")
         handoff.lane = Lane(connection, handoff.landing, handoff.staging, shares_file=hello.shares_file)
         return handoff.lane
 
@@ -181,21 +182,33 @@ class Intake:
             self._drop(handoff, "damaged", error)
 
     async def push(self, pieces: AsyncIterator[Piece]) -> int:
-        """Take pieces of the ticket's blocks; return the bytes taken."""
+        """Take pieces of the ticket's blocks; return the bytes taken.
+
+        Raises BlocksLost at once where the reservation's bytes come another way already, or by another call.
+        """
         handoff: Reservation | None = None
         num_bytes = 0
-        async for piece in pieces:
-            handoff = handoff or self._find_for_writing(piece.head.ticket)
-            try:
-                self._check_open(handoff)
-                await asyncio.to_thread(check_piece, piece)
-                self._check_open(handoff)
-                await handoff.take(piece)
-            except (BlocksLost, InvalidRequest) as error:
-                self._drop(handoff, "damaged", error)  # the holder hears why even if this call's status gets lost
-                raise
-            num_bytes += len(piece.data)
+        try:
+            async for piece in pieces:
+                handoff = handoff or self._begin_push(piece.head.ticket)
+                try:
+                    self._check_open(handoff)
+                    check_piece(piece)  # not in a thread: it is in this core's cache, and waking one takes longer
+                    await handoff.take(piece)
+                except (BlocksLost, InvalidRequest) as error:
+                    self._drop(handoff, "damaged", error)  # the holder hears why even if this call's status gets lost
+                    raise
+                num_bytes += len(piece.data)
+        finally:
+            if handoff is not None:
+                handoff.is_pushed = False
         return num_bytes
+
+    def _begin_push(self, ticket: Ticket) -> Reservation:
+        handoff = self._find_for_writing(ticket)
+        handoff.check_alone()
+        handoff.is_pushed = True
+        return handoff
 
     def _check_open(self, handoff: Reservation) -> None:
         if handoff.state is not State.OPEN or handoff.staging is None:
@@ -303,23 +316,13 @@ class Intake:
     async def _land(self, handoff: Reservation, request: CommitRequest) -> None:
         if handoff.staging is not None and handoff.landing is not None:
             if handoff.lane is not None:
-                await self._lane_end(handoff.lane)
+                await _lane_end(handoff.lane)
             await handoff.landing.confirm(handoff.staging, request.block_xxh3, request.window_xxh3)
             if handoff.state is not State.COMMITTING:
                 raise BlocksLost("the reservation ended during its commit")
         self._announce(handoff, request)
         num_bytes = handoff.missing_blocks * self._limits.block_bytes + self._limits.window_bytes
         self._counters.count_handoff(handoff.backend, num_bytes)
-
-    async def _lane_end(self, lane: Lane) -> None:
-        """Wait for what the sender wrote before its commit; nothing can come after that."""
-        try:
-            async with asyncio.timeout(LAND_SECONDS):
-                error = await asyncio.shield(lane.ended)
-        except TimeoutError:
-            raise BlocksLost("the handoff's connection was still open at its commit") from None
-        if error is not None:
-            raise error
 
     def _announce(self, handoff: Reservation, request: CommitRequest) -> None:
         """Let the sequence start."""
@@ -367,3 +370,14 @@ class Intake:
         self._thread.post(self._rooms.release, handoff.ticket.epoch)
         if not is_committing:  # the commit still reads; it closes the area when it is done
             handoff.close()
+
+
+async def _lane_end(lane: Lane) -> None:
+    """Wait for what the sender wrote before its commit; nothing can come after that."""
+    try:
+        async with asyncio.timeout(LAND_SECONDS):
+            error = await asyncio.shield(lane.ended)
+    except TimeoutError:
+        raise BlocksLost("the handoff's connection was still open at its commit") from None
+    if error is not None:
+        raise error

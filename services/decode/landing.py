@@ -55,9 +55,12 @@ class Landing:
         """Places of blocks that the engine was given; -1 for the window state."""
         self._checksums: dict[int, int] = {}
         """By place. The engine's thread fills it, and the event loop reads it once it is whole."""
-        self._taking_bytes = 0
-        """Of messages that the engine has not copied yet."""
-        self._has_taken: asyncio.Future[None] | None = None
+        self._given_bytes = 0
+        """Of messages for the engine, all together. Only the event loop counts these."""
+        self._taken_bytes = 0
+        """Those of them that it has copied. Only its thread counts these."""
+        self._has_room: asyncio.Future[None] | None = None
+        """There while somebody waits for it."""
         self._whole: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def check(self, run: Run, *, shares_file: bool) -> None:
@@ -98,21 +101,26 @@ class Landing:
         if not (self.window_bytes if place is None else 0 <= place < self.num_blocks):
             raise InvalidRequest(f"block {place}, or for None the window state, is not one that has to travel")
         self._check_first([_WINDOW if place is None else place])
-        self._taking_bytes += len(payload)
-        then = partial(self._thread.tell, self._taken, len(payload))
+        self._given_bytes += len(payload)
+        then = partial(self._count_taken, len(payload))
         if place is None:
             self.land_window(payload, then)
         else:
             self.land(place, [payload], then)
-        if self._taking_bytes > QUEUED_BYTES:
-            if self._has_taken is None or self._has_taken.done():
-                self._has_taken = asyncio.get_running_loop().create_future()
-            await _in_time(asyncio.shield(self._has_taken))  # others may wait for it too
+        if self._queued_bytes > QUEUED_BYTES:
+            await self._wait_for_room()
 
-    def _taken(self, num_bytes: int) -> None:
-        self._taking_bytes -= num_bytes
-        if self._taking_bytes <= QUEUED_BYTES and self._has_taken is not None and not self._has_taken.done():
-            self._has_taken.set_result(None)
+    @property
+    def _queued_bytes(self) -> int:
+        return self._given_bytes - self._taken_bytes
+
+    async def _wait_for_room(self) -> None:
+        self._has_room = asyncio.get_running_loop().create_future()
+        try:
+            if self._queued_bytes > QUEUED_BYTES:  # again: so far the engine saw nobody to tell
+                await _in_time(self._has_room)
+        finally:
+            self._has_room = None
 
     async def confirm(self, staging: Staging, block_checksums: Sequence[int], window_checksum: int) -> None:
         """Take what has not come yet from the staging area, and compare all. Raises BlocksLost when something is wrong.
@@ -142,6 +150,13 @@ class Landing:
             self.land_window(staging.window(), _nothing)
 
     # In the engine's thread.
+
+    def _count_taken(self, num_bytes: int) -> None:
+        """Wake the event loop only if it waits."""
+        self._taken_bytes += num_bytes
+        has_room = self._has_room
+        if has_room is not None and self._queued_bytes <= QUEUED_BYTES:
+            self._thread.tell(_say, has_room)
 
     def _land(self, first: int, payloads: Sequence[memoryview], then: Callable[[], None]) -> None:
         try:
@@ -189,6 +204,11 @@ async def _in_time(taken: Awaitable[None]) -> None:
             await taken
     except TimeoutError:
         raise BlocksLost("the engine did not take the blocks in time") from None
+
+
+def _say(has_room: asyncio.Future[None]) -> None:
+    if not has_room.done():
+        has_room.set_result(None)
 
 
 def _nothing() -> None:

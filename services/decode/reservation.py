@@ -47,6 +47,8 @@ class Reservation:
     """As staging."""
     lane: Lane | None = None
     """The connection that bytes come on, or news of them."""
+    is_pushed: bool = False
+    """Bytes come by a `Push` right now."""
     state: State = State.OPEN
     expiry: asyncio.TimerHandle | None = None
     pushed_bytes: int = 0
@@ -64,6 +66,13 @@ class Reservation:
     def is_named_by(self, ticket: Ticket) -> bool:
         """Say whether a ticket is this reservation's: of this boot, with the same 16 random bytes."""
         return self.ticket.boot_id == ticket.boot_id and compare_digest(self.ticket.nonce, ticket.nonce)
+
+    def check_alone(self) -> None:
+        """Raise BlocksLost while bytes come already: what lands is counted by one writer."""
+        if self.is_pushed:
+            raise BlocksLost("a push brings this reservation's bytes already")
+        if self.lane is not None and not self.lane.ended.done():
+            raise BlocksLost("a lane brings this reservation's bytes already")
 
     async def take(self, piece: Piece) -> None:
         """Have the engine copy a whole block, or the window state, from the message or from its parts put together.

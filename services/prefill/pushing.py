@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import queue
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from proto.common_pb2 import Ticket
 from services.chassis.errors import DeadlinePassed
 from services.chassis.handoff import block_xxh3
-from services.chassis.handoff_push import PIECE_BYTES, encode_pieces
+from services.chassis.handoff_push import PIECE_BYTES, BlankPiece, encode_pieces
 from services.prefill.sending import SENDERS
 
 if TYPE_CHECKING:
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from services.prefill.prompt import Prompt
 
 _AHEAD = 2
-"""Runs that are made ready while others are sent: the bound on host memory."""
+"""Runs that the engine copies while another is sent: with gRPC's copies, four of 4 MiB or one block at most."""
 Copied = Callable[[Exception | None], None]
 """Is told, in the thread that copied, when a copy is done, or what kept it from being done."""
 
@@ -79,35 +81,50 @@ async def pieces(
 ) -> AsyncIterator[bytes]:
     """Yield blocks and window as messages for Push; append the checksums to `checksums`, the window's last.
 
-    While one run's messages are sent, threads have the next ones copied, sum and cut them.  Raises as the copies do,
-    and DeadlinePassed.
+    Blocks that any thread can copy are copied and summed here, a run at a time, 4 MiB at most: less than a millisecond
+    of the event loop, and threads would wait for the interpreter lock, which gRPC holds while it sends. Else, while
+    one run's messages are sent, threads wait for the engine to copy the next ones.  Raises as the copies do, and
+    DeadlinePassed.
     """
     runs = [*_runs(wanted, block_bytes), *([range(0)] if window_bytes else [])]
-    size = max(max((len(run) for run in runs), default=0) * block_bytes, window_bytes)
-    buffers = [memoryview(bytearray(size)) for _ in range(min(_AHEAD, len(runs)))]
+    make = partial(
+        _pack,
+        blocks,
+        block_bytes=block_bytes,
+        window_bytes=window_bytes,
+        deadline_unix_seconds=deadline_unix_seconds,
+    )
+    tickets = itertools.chain([ticket], itertools.repeat(None))
+    makes = [partial(make, run, ticket) for run, ticket in zip(runs, tickets, strict=False)]
+    is_short = blocks.copies_beside and max(block_bytes, window_bytes) <= PIECE_BYTES
+    async with aclosing(_packed_here(makes) if is_short else _packed_ahead(makes)) as packing:
+        async for packed in packing:
+            checksums += packed.checksums
+            for message in packed.messages:
+                yield message
+
+
+async def _packed_here(makes: Sequence[Callable[[], _Packed]]) -> AsyncGenerator[_Packed]:
+    for make in makes:
+        yield make()
+
+
+async def _packed_ahead(makes: Sequence[Callable[[], _Packed]]) -> AsyncGenerator[_Packed]:
     loop = asyncio.get_running_loop()
+    waiting = deque(makes)
     packing: deque[asyncio.Future[_Packed]] = deque()
 
-    def pack_next() -> None:
-        if not waiting:
-            return
-        number, run = waiting.popleft()
-        size, buffer = block_bytes if run else window_bytes, buffers[number % len(buffers)]
-        places = [buffer[n * size : (n + 1) * size] for n in range(len(run) or 1)]
-        work = partial(_pack, blocks, run, places, None if number else ticket, deadline_unix_seconds)
-        packing.append(loop.run_in_executor(SENDERS, work))
+    def ask() -> None:
+        while waiting and len(packing) < _AHEAD:
+            packing.append(loop.run_in_executor(SENDERS, waiting.popleft()))
 
-    waiting = deque(enumerate(runs))
-    for _ in buffers:
-        pack_next()
+    ask()
     try:
         while packing:
             packed = await packing[0]
             packing.popleft()
-            pack_next()  # into the same buffer: messages are copies
-            checksums += packed.checksums
-            for message in packed.messages:
-                yield message
+            ask()
+            yield packed
     finally:
         for each in packing:
             each.add_done_callback(_take_note)
@@ -129,9 +146,28 @@ class _Packed:
 
 
 def _pack(
-    blocks: Blocks, run: range, places: Sequence[memoryview], ticket: Ticket | None, deadline_unix_seconds: float
+    blocks: Blocks,
+    run: range,
+    ticket: Ticket | None,
+    *,
+    block_bytes: int,
+    window_bytes: int,
+    deadline_unix_seconds: float,
 ) -> _Packed:
     """Blocks the calling thread, until the engine has copied the run at least.  run: empty for the window state."""
+    size = block_bytes if run else window_bytes
+    heads: list[dict[str, Any]] = [{"block_index": block} for block in run] or [{"is_window": True}]
+    heads[0]["ticket"] = ticket
+    if size > PIECE_BYTES:  # so it is a run of one
+        place = memoryview(bytearray(size))
+        _copy(blocks, run, [place], deadline_unix_seconds)
+        return _Packed(encode_pieces(place, **heads[0]), [block_xxh3(place)])
+    pieces = [BlankPiece(size, **head) for head in heads]
+    _copy(blocks, run, [piece.place for piece in pieces], deadline_unix_seconds)
+    return _Packed([piece.seal() for piece in pieces], [block_xxh3(piece.place) for piece in pieces])
+
+
+def _copy(blocks: Blocks, run: range, places: Sequence[memoryview], deadline_unix_seconds: float) -> None:
     copied: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
     if run:
         blocks.post_copy(run, places, copied.put)
@@ -143,11 +179,6 @@ def _pack(
         raise DeadlinePassed("the handoff's deadline passed") from None
     if error is not None:
         raise error
-    messages = []
-    for number, place in enumerate(places):
-        index = run[number] if run else 0
-        messages += encode_pieces(place, block_index=index, ticket=None if number else ticket, is_window=not run)
-    return _Packed(messages, [block_xxh3(place) for place in places])
 
 
 def _take_note(packing: asyncio.Future[_Packed]) -> None:

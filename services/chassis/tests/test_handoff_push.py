@@ -1,5 +1,8 @@
 """How does a piece of a handoff travel by `Push` without being copied by protobuf?"""
 
+import zlib
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,7 +11,7 @@ from proto.common_pb2 import Ticket
 from proto.decode_pb2 import PushChunk
 from services.chassis import handoff_push as subject
 from services.chassis.errors import BlocksLost, InvalidRequest
-from services.chassis.handoff_push import check_piece, encode_pieces, parse_piece
+from services.chassis.handoff_push import BlankPiece, check_piece, encode_pieces, parse_piece
 
 CHUNKS = st.builds(
     PushChunk,
@@ -44,6 +47,31 @@ def test_protobuf_reads_what_was_cut_past_it(monkeypatch, num_bytes):
     assert [*range(0, num_bytes, 500)] == [chunk.offset_bytes for chunk in chunks]
     assert [n == 0 for n in range(len(chunks))] == [chunk.HasField("ticket") for chunk in chunks]
     assert {(3, num_bytes == 1)} == {(chunk.block_index, chunk.is_window) for chunk in chunks}
+
+
+@given(data=st.binary(max_size=300), chunk=CHUNKS)
+@settings(max_examples=60)
+def test_protobuf_reads_what_was_written_where_it_is_sent_from(data, chunk):
+    """With a checksum that is right, however small; and so is what is read past protobuf."""
+    where = {"block_index": chunk.block_index, "is_window": chunk.is_window}
+    blank = BlankPiece(len(data), ticket=chunk.ticket, **where)
+    blank.place[:] = data
+    message = blank.seal()
+    expected = PushChunk(ticket=chunk.ticket, data=data, crc32=zlib.crc32(data), **where)
+
+    assert expected == PushChunk.FromString(message)
+    piece = parse_piece(message)
+    assert (data, expected.crc32) == (piece.data, piece.head.crc32)
+    check_piece(piece)
+
+
+def test_who_writes_to_a_piece_that_was_given_up_writes_to_its_own_memory():
+    """An engine may copy a block long after whoever asked for it has stopped waiting."""
+    place = BlankPiece(1000).place
+    place[:] = b"late" * 250
+    memory: Any = place.obj
+
+    assert memory.message[:-6].endswith(b"late" * 250)
 
 
 def test_a_damaged_piece_is_seen():

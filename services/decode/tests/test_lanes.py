@@ -192,6 +192,51 @@ async def test_a_block_that_comes_twice_ends_the_handoff(rig):
     lane.close()
 
 
+async def test_a_lane_and_a_push_do_not_bring_the_same_blocks(rig):
+    """Whichever is second is refused while the first is open, and the first goes on."""
+    wanted = request("both", 40)
+    computed = rig.source.prompt(wanted)
+    crcs = [block_xxh3(block) for block in computed.blocks]
+    expected = rig.source.answer(wanted)[1:]
+    reply = await rig.reserve(wanted)
+    lane = await open_lane(reply, shares_file=False)
+    with pytest.raises(BlocksLost, match="a lane brings"):
+        await rig.stub.Push(rig._chunks(reply, computed.blocks, b""), timeout=5)
+    await asyncio.to_thread(send, lane, computed.blocks)
+    events = await rig.submit(wanted)
+    await rig.commit(wanted, reply, crcs, computed.first_token_id)
+    assert expected == tokens_of(await collect(events))
+
+    other = request("push", 40)
+    computed = rig.source.prompt(other)
+    call, reply = await rig.hold(other)
+    begun, go_on = asyncio.Event(), asyncio.Event()
+    first, *rest = rig._chunks(reply, computed.blocks, b"")
+
+    async def slowly():
+        yield first
+        begun.set()
+        await go_on.wait()
+        for chunk in rest:
+            yield chunk
+
+    async def open_push():
+        return await rig.stub.Push(slowly(), timeout=20)
+
+    pushing = asyncio.create_task(open_push())
+    await begun.wait()
+    handoff = rig.replica.intake._handoffs[reply.ticket.epoch]
+    await until(lambda: handoff.is_pushed)
+    with pytest.raises(LaneUnavailableError):
+        await open_lane(reply, shares_file=False)
+    go_on.set()
+    await pushing
+    await rig.stub.Abort(AbortRequest(ticket=reply.ticket), timeout=5)
+    with pytest.raises(BlocksLost, match="aborted"):
+        await call.read()
+    assert not handoff.is_pushed
+
+
 def test_a_lane_for_which_nothing_has_to_travel_is_refused():
     """With an error that says so."""
     landing: Any = SimpleNamespace(num_blocks=0, block_bytes=100, window_bytes=0)

@@ -68,6 +68,41 @@ async def test_a_piece_that_comes_during_the_commit_ends_the_handoff(folder):
         await rig.idle()
 
 
+async def test_a_second_push_on_a_ticket_is_refused_and_harms_nothing(folder):
+    """What lands is counted by one writer. The first one goes on; after it there may be another."""
+    async with decode_replica(folder, shm=None) as rig:
+        wanted = request("two", 40)
+        computed = rig.source.prompt(wanted)
+        call, reply = await rig.hold(wanted)
+        chunks = list(rig._chunks(reply, computed.blocks, b""))
+        begun, go_on = asyncio.Event(), asyncio.Event()
+
+        async def slowly():
+            yield chunks[0]
+            begun.set()
+            await go_on.wait()
+            yield chunks[1]
+
+        async def open_push():
+            return await rig.stub.Push(slowly(), timeout=20)
+
+        first = asyncio.create_task(open_push())
+        await begun.wait()
+        handoff = rig.replica.intake._handoffs[reply.ticket.epoch]
+        await until(lambda: handoff.is_pushed)
+        with pytest.raises(BlocksLost, match="a push brings"):
+            await rig.stub.Push(iter(chunks), timeout=5)
+        go_on.set()
+        await first
+        chunks[2].ticket.CopyFrom(reply.ticket)
+        await rig.stub.Push(iter(chunks[2:]), timeout=5)
+        events = await rig.submit(wanted)
+        await rig.commit(wanted, reply, [block_xxh3(b) for b in computed.blocks], computed.first_token_id)
+        assert rig.source.answer(wanted)[1:] == tokens_of(await collect(events))
+        call.cancel()
+        await rig.idle()
+
+
 @pytest.mark.parametrize("piece_bytes", [4 << 20, 1000], ids=["whole", "parts"])
 async def test_pieces_land_while_others_travel_whole_or_in_parts(folder, monkeypatch, piece_bytes):
     """The commit has only their sums to compare; a block that comes again ends the handoff."""
@@ -123,4 +158,26 @@ async def test_an_engine_that_takes_nothing_is_not_waited_for_for_ever(folder, m
                     await rig.commit(wanted, reply, [block_xxh3(b) for b in computed.blocks], 5)
             finally:
                 held.set()
+        await rig.idle()
+
+
+async def test_a_push_that_has_brought_as_much_as_may_wait_goes_on_when_the_engine_has_taken_it(folder, monkeypatch):
+    """The engine's thread says so: it may be in a long step, and the event loop does not look again by itself."""
+    monkeypatch.setattr("services.decode.landing.LAND_SECONDS", 5.0)
+    monkeypatch.setattr("services.decode.landing.QUEUED_BYTES", 0)
+    async with decode_replica(folder, shm=None) as rig:
+        wanted = request("waits", 40)
+        computed = rig.source.prompt(wanted)
+        reply = await rig.reserve(wanted)
+        landing = rig.replica.intake._handoffs[reply.ticket.epoch].landing
+        assert landing is not None
+        held = threading.Event()
+        rig.replica.intake._thread.post(held.wait, 10)
+        pushing = asyncio.create_task(rig.push(reply, computed.blocks))
+        await until(lambda: landing._has_room is not None)
+        assert {0} == landing._begun
+        held.set()
+        await rig.commit(wanted, reply, await pushing, computed.first_token_id)
+        events = await rig.submit(wanted)
+        assert rig.source.answer(wanted)[1:] == tokens_of(await collect(events))
         await rig.idle()
