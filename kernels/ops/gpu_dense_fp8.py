@@ -13,7 +13,6 @@ rounding to bf16 alone makes 1.7e-3). A row's sum does not depend on others.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -28,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels.ops.gpu_launch import check, is_hopper, runs_kernels, tiles
+from kernels.ops.gpu_launch import check, is_hopper, multiprocessors, runs_kernels, tiles
 
 _ROWS, _OUTS, _DEPTH = 256, 128, 128
 ROWS = gl.constexpr(_ROWS)
@@ -76,7 +75,7 @@ def multiply(x: Tensor, x_scale: Tensor, matrix: Tensor, scale: Tensor, *, cut: 
     made = torch.empty(rows, out, dtype=torch.bfloat16, device=x.device)
     row_tiles = tiles(rows, _ROWS)
     num_tiles = row_tiles * (out // _OUTS)
-    at_once = min(cut.programs or _multiprocessors(x.device), num_tiles)
+    at_once = min(cut.programs or multiprocessors(x.device), num_tiles)
     # As few programs as need no more rounds: of 256 tiles 128 have two each, and none waits for another's second.
     programs = tiles(num_tiles, tiles(num_tiles, at_once))
     dense_kernel[(programs,)](
@@ -106,15 +105,8 @@ def is_worth(x: Tensor, out: int) -> bool:
     (rows, size), num_tiles = x.shape, out // _OUTS
     if not x.is_cuda or not is_hopper(x.device) or out % _OUTS or size % _DEPTH:
         return False
-    at_once = _multiprocessors(x.device)
+    at_once = multiprocessors(x.device)
     return _ROWS // 2 < rows <= _ROWS and num_tiles >= _FULL_SHARE * at_once * tiles(num_tiles, at_once)
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 132  # an H200's, where there is none
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @gluon.jit

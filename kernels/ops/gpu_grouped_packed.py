@@ -30,7 +30,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from kernels.ops.gpu_fp8 import SpanRows, grouped_twin
 from kernels.ops.gpu_grouped import Weights
 from kernels.ops.gpu_grouped_unpack import Powers
-from kernels.ops.gpu_launch import check, is_hopper, power_of_two, runs_kernels, tiles
+from kernels.ops.gpu_launch import check, is_hopper, multiprocessors, power_of_two, runs_kernels, tiles
 from kernels.ops.gpu_words import e2m1_halves
 
 _DEPTH = 128
@@ -132,12 +132,8 @@ def _staying(device: torch.device, most_tiles: int) -> int:
     """Programs that stay; 0: none."""
     if not MOST_ROUNDS:
         return 0
-    programs = _multiprocessors(device)
+    programs = multiprocessors(device)
     return programs if tiles(most_tiles, programs) <= MOST_ROUNDS else 0
-
-
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _boxes(matrix: Tensor, box: list[int], layout: gl.NVMMASharedLayout) -> TensorDescriptor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -52,6 +53,14 @@ def runs_kernels(x: Tensor) -> bool:
 def is_hopper(device: torch.device | None = None) -> bool:
     """Are kernels in Gluon, which are made for SM90, compiled for this GPU?  device: None = the current one."""
     return not INTERPRETED and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """How many programs of a whole multiprocessor each run at once."""
+    if device.type != "cuda":
+        return 132  # an H200's, where there is none
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @contextmanager

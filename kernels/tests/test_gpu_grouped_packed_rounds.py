@@ -115,7 +115,7 @@ def test_programs_that_stay_make_the_same_bits(
     cut = Cut(64, stages, 232, scales_ahead=is_late)
     kernel = Launcher(gpu_grouped_packed.packed_kernel, is_late=is_late)
     monkeypatch.setattr(gpu_grouped_packed, "packed_kernel", kernel)
-    monkeypatch.setattr(gpu_grouped_packed, "_multiprocessors", lambda _: programs)
+    monkeypatch.setattr(gpu_grouped_packed, "multiprocessors", lambda _: programs)
     with interpreted():
         each = multiply(x, weights, powers, ends, cut=cut)
         monkeypatch.setattr(gpu_grouped_packed, "MOST_ROUNDS", 99)
@@ -138,7 +138,7 @@ def test_who_stays_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
     x, weights = exact_case(128)
     monkeypatch.setattr(gpu_grouped_packed, "packed_kernel", Grids())
-    monkeypatch.setattr(gpu_grouped_packed, "_multiprocessors", lambda _: 5)
+    monkeypatch.setattr(gpu_grouped_packed, "multiprocessors", lambda _: 5)
     most = (tiles(153, 64) + 4) * 2
     with interpreted():
         for rounds in (gpu_grouped_packed.MOST_ROUNDS, 2, 3):
@@ -155,7 +155,7 @@ import triton
 from kernels.ops import gpu_grouped_packed
 triton.knobs.nvidia.dump_ptxas_log = True
 gpu_grouped_packed.MOST_ROUNDS = 8
-gpu_grouped_packed._multiprocessors = lambda _: 132
+gpu_grouped_packed.multiprocessors = lambda _: 132
 for launch in rig.caught(lambda: rig.v41_units(400)):
     if launch.kernel is gpu_grouped_packed.packed_kernel:
         for changed in ({}, {"STAGES": 5}, {"SCALES_AHEAD": True}):
