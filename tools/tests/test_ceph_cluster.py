@@ -17,7 +17,9 @@ MISSING = [program for program in PROGRAMS if shutil.which(program) is None]
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-@pytest.mark.skipif(bool(MISSING), reason=f"Ceph is not installed: {', '.join(MISSING)} (see docs/kvstore_operations.md)")
+@pytest.mark.skipif(
+    bool(MISSING), reason=f"Ceph is not installed: {', '.join(MISSING)} (see docs/kvstore_operations.md)"
+)
 def test_two_of_twelve_disks_may_go() -> None:
     """10+2 stores 1.2 bytes a byte, keeps every byte and takes new ones without two disks, and never serves wrong ones."""
     folder = Path(mkdtemp(prefix="ceph-", dir="/var/tmp"))
