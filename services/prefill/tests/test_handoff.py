@@ -144,12 +144,13 @@ async def test_nobody_says_where_the_kv_goes(folder):
 
 async def test_what_decode_says_on_the_held_call_ends_the_handoff_at_once(rig):
     """Decode gave the room back, for whatever reason: nothing more is pushed, and the request fails with that reason."""
+    rig.decode.passing.add("Reserve")
+    rig.decode.gate.clear()
     async with asyncio.timeout(20), await rig.submit(request("told", 40)) as events:
         async for event in events:
             if event.HasField("last_chunk_started"):
                 await rig.deliver("told")
                 await until(lambda: rig.decode.held)
-                rig.decode.gate.clear()
                 rig.decode._end(1, Cancelled("the caller went away"))
             if event.HasField("failed"):
                 break
@@ -180,12 +181,13 @@ async def test_a_lost_answer_to_the_commit_is_no_lost_handoff(rig):
 
 async def test_shutting_down_waits_until_the_kv_is_taken(rig):
     """A drain ends with the handoff, not before it; the abort of another one is said before the process goes."""
+    rig.decode.passing.add("Reserve")
+    rig.decode.gate.clear()
     async with asyncio.timeout(20), await rig.submit(request("draining", 40)) as events:
         async for event in events:
             if event.HasField("last_chunk_started"):
                 await rig.deliver("draining")
                 await until(lambda: rig.decode.held)
-                rig.decode.gate.clear()
                 draining = asyncio.create_task(rig.replica.servicer.tasks.drain())
             if event.HasField("first_token"):
                 await asyncio.wait([draining], timeout=0.2)
