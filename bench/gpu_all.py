@@ -104,7 +104,7 @@ def figures_in(said: Path) -> list[dict[str, Any]]:
         if line.startswith("{"):
             try:
                 found.append(json.loads(line))
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
     return found
 
@@ -116,13 +116,22 @@ class Summary:
         self._path = folder / "summary.json"
         self.parts: dict[str, dict[str, Any]] = {}
         if self._path.exists():
-            self.parts = {each["part"]: each for each in json.loads(self._path.read_text(encoding="utf-8"))["parts"]}
+            try:
+                parts = json.loads(self._path.read_text(encoding="utf-8"))["parts"]
+            except (ValueError, KeyError, TypeError):  # of a machine that went away while it was written
+                self._path.replace(self._path.with_suffix(".damaged"))
+            else:
+                self.parts = {each["part"]: each for each in parts}
 
     def add(self, made: dict[str, Any]) -> None:
+        """Keep it, in the file too unless that cannot be written: the other parts are worth running all the same."""
         self.parts[made["part"]] = made
         beside = self._path.with_suffix(".new")
-        beside.write_text(json.dumps({"parts": list(self.parts.values())}, indent=1) + "\n", encoding="utf-8")
-        beside.replace(self._path)
+        try:
+            beside.write_text(json.dumps({"parts": list(self.parts.values())}, indent=1) + "\n", encoding="utf-8")
+            beside.replace(self._path)
+        except OSError as error:
+            print(json.dumps({"bench": "gpu_all", "not kept": made["part"], "because": str(error)}), flush=True)
 
     def has_ended(self, part: Part) -> bool:
         return self.parts.get(part.name, {}).get("became") in ENDED
@@ -179,6 +188,8 @@ def main() -> int:
     if not _has_gpu():
         print(json.dumps({"bench": "gpu_all", "skipped": "there is no GPU here"}))
         return _ABSENT
+    for number in (signal.SIGTERM, signal.SIGHUP):  # a part has a session of its own, and is ended on the way out
+        signal.signal(number, lambda number, _frame: sys.exit(128 + number))
     became = run_all(parts, asked.out.resolve(), asked.minutes * 60, again=asked.again)
     return int(set(became) != {"passed"})
 

@@ -714,9 +714,9 @@ class EvictReply(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     num_blocks: _builtins.int
-    """Unit: blocks."""
+    """Copies, on disk and in the object store. Unit: blocks."""
     num_bytes: _builtins.int
-    """Disk given back. Unit: bytes."""
+    """What these took. Unit: bytes."""
     def __init__(
         self,
         *,

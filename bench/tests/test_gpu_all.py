@@ -2,6 +2,9 @@
 
 import json
 import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -137,3 +140,26 @@ def test_every_part_names_a_bench_that_takes_its_words(each: Part, tmp_path: Pat
     assert "cut" != made["became"], said
     assert "unrecognized arguments" not in said
     assert "Traceback" not in said, said
+
+
+def test_a_run_that_is_told_to_end_takes_its_part_along(tmp_path: Path) -> None:
+    """A part left behind would share the GPU with whatever is measured next."""
+    begin = "from bench import gpu_all; from bench.gpu_parts import Part; gpu_all._has_gpu = lambda: True; "
+    begin += f"gpu_all.PARTS = (Part('chatty', ('-c', {CHATTY!r}, '{{out}}'), 60.0, ''),); import sys; "
+    words = [sys.executable, "-c", f"{begin}sys.exit(gpu_all.main())", "--out", str(tmp_path)]
+    with subprocess.Popen(words, cwd=gpu_all.ROOT) as running:
+        child = tmp_path / "chatty" / "child"
+        give_up = time.monotonic() + 20
+        while not (child.exists() and child.read_text()) and time.monotonic() < give_up:
+            time.sleep(0.05)
+        running.terminate()
+        assert 128 + signal.SIGTERM == running.wait(20)
+    assert_ends(int(child.read_text()))
+
+
+def test_a_damaged_summary_is_set_aside(tmp_path: Path) -> None:
+    """Of a machine that went away while it was written: all parts run again."""
+    (tmp_path / "summary.json").write_text("")
+
+    assert {"passed": ["good"]} == run_all([part("good", GOOD)], tmp_path, 60)
+    assert (tmp_path / "summary.damaged").exists()

@@ -252,7 +252,9 @@ def chat(
 ) -> None:
     """Ask a question and stream the answer, then one line on what it cost."""
     suite = None if url else _running_suite()
-    target = suite.url if suite is not None else url.rstrip("/")
+    target = (
+        suite.url if suite is not None else url.rstrip("/").removesuffix("/v1")
+    )  # as `status` says it, or as clients are told
     has_begun = False
 
     def show(text: str) -> None:

@@ -4,14 +4,14 @@ import fcntl
 import os
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, NoReturn, get_args
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from services.local.home import Home
 from services.recipe.keys import ApiKey, KeyFile, KeysFileError, Retention, new_key, parse_keys
@@ -68,10 +68,15 @@ def new(
 @app.command("list")
 def list_keys(file: File = None) -> None:
     """Show every key's id, tenant and limits."""
-    table = Table(
-        "id", "tenant", "models", "requests/min", "input/min", "output/min", "at once", "priority", "retention"
-    )
-    for key in _read(_path(file)).keys:
+    # Piped output is not wrapped to a terminal's width that it does not have.
+    Console(width=None if sys.stdout.isatty() else 160).print(_table(_read(_path(file)).keys))
+
+
+def _table(keys: Sequence[ApiKey]) -> Table:
+    table = Table(Column("id", no_wrap=True))  # whole, for `revoke` wants it; the others take more lines
+    for name in ("tenant", "models", "requests/min", "input/min", "output/min", "at once", "priority", "retention"):
+        table.add_column(name, overflow="fold")
+    for key in keys:
         limits = (
             key.requests_per_minute,
             key.input_tokens_per_minute,
@@ -81,8 +86,7 @@ def list_keys(file: File = None) -> None:
         kept = " ".join(dict.fromkeys((key.retention, *key.allowed_retentions)))
         shown = ("-" if limit is None else str(limit) for limit in limits)
         table.add_row(key.id, key.tenant, " ".join(key.models) or "all", *shown, str(key.priority), kept)
-    # Piped output is not wrapped to a terminal's width that it does not have.
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    return table
 
 
 @app.command()

@@ -125,7 +125,8 @@ def evict(
 
     async def ask(name: str, stub: "KvstoreAsyncStub") -> None:
         reply = await stub.Evict(request, timeout=LONG_SECONDS)
-        print(f"{name}: removed {_counted(reply.num_blocks, 'block')}, {in_words(reply.num_bytes)} of disk")
+        removed = f"{_counted(reply.num_blocks, 'block')}, {in_words(reply.num_bytes)}"
+        print(f"{name}: removed {removed} (a copy in an object store counts like one on disk)")
 
     _with_each(addresses, ask)
 

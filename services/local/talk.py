@@ -133,6 +133,8 @@ def events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
 
 
 def _client(url: str, *, key: str = "", seconds: float) -> httpx.Client:
+    if not url.startswith(("http://", "https://")):
+        raise Unanswered(f"{url} is no address of a suite: it begins with http:// or https://")
     headers = {"authorization": f"Bearer {key}"} if key else {}
     # No proxy from the environment: it could not reach a service on this machine.
     return httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(seconds, connect=5.0), trust_env=False)

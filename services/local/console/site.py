@@ -9,7 +9,7 @@ from typing import Any
 from services.local.console import pages
 from services.local.console.collector import Counts
 from services.local.console.journey import Journey
-from services.local.console.requests import find, newest
+from services.local.console.requests import SHORTEST_PREFIX, find, newest
 from services.local.console.traces import MAX_TRACES, TraceStore
 from services.local.console.view import Watch
 from services.local.console.web import HTML, JSON, Reply, Request, plain
@@ -76,9 +76,14 @@ class Site:
         if not len(self._store):
             return {"error": "no request was recorded yet: ask something first"}
         num_kept = min(len(self._store), MAX_TRACES)
+        if len(wanted) < SHORTEST_PREFIX:
+            return {
+                "error": f"no request {wanted!r}; the begin of an id is at least {SHORTEST_PREFIX} of its characters"
+            }
         return {
             "error": f"no request {wanted!r} among the newest {num_kept} recorded since this suite started; "
-            "it is there half a second after its end, unless its traceparent said no or very many came at once"
+            "it is there half a second after its end, unless its traceparent said no it was refused "
+            "before it had one, or very many came at once"
         }
 
 

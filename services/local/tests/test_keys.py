@@ -3,9 +3,11 @@
 import json
 import stat
 from concurrent.futures import ThreadPoolExecutor
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from services.local import keys
@@ -60,6 +62,15 @@ def test_listing_shows_what_each_may_do(home: Path) -> None:
 
     for word in ("acme", "60", "other", "chat agent", *(key.id for key in parse_keys(home.read_bytes()).keys)):
         assert word in text
+
+
+def test_a_narrow_terminal_shows_whole_ids(home: Path) -> None:
+    """They are what `revoke` wants."""
+    run("new", "--tenant", "a-tenant-of-a-long-name", "--requests-per-minute", "60", "--any-retention")
+    written, shown = parse_keys(home.read_bytes()).keys, StringIO()
+    Console(width=80, file=shown).print(keys._table(written))
+
+    assert written[0].id in shown.getvalue()
 
 
 def test_revoking_takes_one_key_out(home: Path) -> None:

@@ -168,6 +168,7 @@ def contrast(one: str, other: str) -> float:
         ("/api/request?id=request-one", HTTPStatus.OK, '"rows": [{"depth": 0, "service": "recipe"'),
         ("/api/request?id=../nope", HTTPStatus.NOT_FOUND, "no request '../nope' among the newest 1"),
         ("/api/request", HTTPStatus.NOT_FOUND, "no request ''"),
+        ("/api/request?id=reque", HTTPStatus.NOT_FOUND, "at least 6 of its characters"),
         ("/healthz", HTTPStatus.OK, '"ready": true'),
         ("/../state.json", HTTPStatus.NOT_FOUND, "there are / and"),
     ],

@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from services.local.talk import one_token
+from services.local.talk import Unanswered, one_token
 
 
 @pytest.fixture
@@ -48,3 +48,9 @@ def test_a_ready_check_is_known_by_its_id(asked: tuple[str, list[str]]) -> None:
 
     assert 2 == len(set(ids))
     assert all(re.fullmatch(r"ready-check-[0-9a-f]{8}", one) for one in ids)
+
+
+def test_what_is_no_address_is_said_to_be_none() -> None:
+    """A host and port alone are a frequent slip."""
+    with pytest.raises(Unanswered, match="begins with http://"):
+        one_token("127.0.0.1:8101")

@@ -21,6 +21,7 @@ from kernels.ops import gpu_grouped_packed
 from kernels.ops.gpu_fp8 import RowScaled
 from kernels.ops.gpu_grouped import DEPTH, Weights, bf16_weights, fp4_weights
 from kernels.ops.gpu_grouped_unpack import Packed, powers_of, unpack
+from kernels.ops.gpu_launch import check
 from kernels.ops.quant import GROUP
 
 ExpertFormat = Literal["fp4", "bf16", "fp8"]
@@ -112,27 +113,31 @@ class ExpertLoader:
 
         Zeros stand where the width is no multiple of the kernel's depth: columns of zeros meet rows of zeros.
         """
-        width, hidden = -(-self._config.moe.width // DEPTH) * DEPTH, self._config.hidden_size
+        own, hidden = self._config.moe.width, self._config.hidden_size
+        width = -(-own // DEPTH) * DEPTH
         parts, rows, size = (("w1", "w3"), width, hidden) if is_up else (("w2",), hidden, width)
+        stored = (own, hidden) if is_up else (hidden, own)
         here, at_once = self._placement.here, max(2 * _AT_ONCE_BYTES // (len(parts) * rows * size), 1)
         for start in range(0, len(here), at_once):
             names = [f"{prefix}experts.{expert}.{part}" for expert in here[start : start + at_once] for part in parts]
             data, scale = (
-                self._stored(names, "weight", rows, size // 2),
-                self._stored(names, "scale", rows, size // GROUP),
+                self._stored(names, "weight", (stored[0], stored[1] // 2), (rows, size // 2)),
+                self._stored(names, "scale", (stored[0], -(-stored[1] // GROUP)), (rows, size // GROUP)),
             )
             both = (each.view(-1, len(parts) * rows, each.shape[2]) for each in (data, scale))
             yield slice(start, start + len(names) // len(parts)), fp4_weights(*both)
 
-    def _stored(self, names: list[str], kind: Literal["weight", "scale"], rows: int, columns: int) -> Tensor:
-        """Matrices of one shape as they are stored, [names, rows, columns] uint8, with zeros behind their own."""
-        tensors = [self._tensors.stored(f"{name}.{kind}").view(torch.uint8) for name in names]
-        own_rows, own_columns = tensors[0].shape
-        made = torch.zeros(len(names), rows, columns, dtype=torch.uint8, device=self._device)
-        for mine, tensor in zip(made[:, :own_rows, :own_columns].unbind(), tensors, strict=True):
+    def _stored(
+        self, names: list[str], kind: Literal["weight", "scale"], own: tuple[int, int], size: tuple[int, int]
+    ) -> Tensor:
+        """Matrices of `own` size as they are stored, [names, *size] uint8, with zeros behind their own."""
+        made = torch.zeros(len(names), *size, dtype=torch.uint8, device=self._device)
+        for mine, name in zip(made[:, : own[0], : own[1]].unbind(), names, strict=True):
+            tensor = self._tensors.stored(f"{name}.{kind}").view(torch.uint8)
+            check(tensor.shape == own, f"{name}.{kind} is {tuple(tensor.shape)}, which the config says is {own}")
             mine.copy_(tensor)
-        if kind == "scale" and own_columns < columns:  # zeros under a scale that the row has anyway
-            made[:, :, own_columns:] = made[:, :, :1]
+        if kind == "scale" and own[1] < size[1]:  # zeros under a scale that the row has anyway
+            made[:, :, own[1] :] = made[:, :, :1]
         return made
 
     def _all_e4m3(self, prefix: str, *, is_up: bool) -> RowScaled | None:
