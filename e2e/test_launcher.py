@@ -18,6 +18,7 @@ import pytest
 
 from e2e.suite import START_SECONDS, Suite, wait_for
 from services.chassis.config import SERVICES
+from services.local.ports import reserve
 from services.prefill.tests.tiny_model import write_tiny_model
 from services.prefill.tests.tiny_tokenizer import write_tokenizer
 
@@ -86,6 +87,7 @@ async def test_detach_keeps_no_pipe_of_its_caller_open(launched: Suite) -> None:
 
     assert 0 == up.wait(30), f"{text}\n{launched.log_tails()}"
     assert f"ready: small at {launched.base_url}" in text
+    assert reserve(launched.port) is None, "the supervisor keeps what `up` reserved"
     assert "curl -N" in text
 
 

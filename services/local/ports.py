@@ -39,6 +39,23 @@ def free_ports(*, taken: int = 0) -> Iterator[int]:
     raise OSError(f"no free port between {_LOWEST} and {_HIGHEST}")
 
 
+def suite_ports(*, http: int) -> Iterator[int]:
+    """Yield free ports for the services of one suite, which no other one is given for HTTP either. http: our own."""
+    for port in free_ports(taken=http):
+        kept = reserve(port)
+        if kept is not None:
+            _CLAIMS.append(kept)
+            yield port
+
+
+def reserve(port: int) -> socket.socket | None:
+    """Return what keeps a port for one suite until its last holder closes it, or None where another suite has it.
+
+    Not the same claim as that of `free_ports`: whoever chose a port there may start a suite on it.
+    """
+    return _named(_reservation(port))
+
+
 def holder_of(port: int) -> str:
     """Return who listens on the port, for an error message; empty when the system does not tell."""
     try:
@@ -61,16 +78,37 @@ def holder_of(port: int) -> str:
 
 def _claim(port: int) -> bool:
     """Return whether the port is this process's now; it is not where another one, or this one, claimed it before."""
-    if sys.platform != "linux":
-        return True  # there are no abstract names, which end with their process and leave no file behind
-    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    try:
-        claim.bind(f"\0fathom-port-{port}")
-    except OSError:
+    claim = _named(f"\0fathom-port-{port}")
+    if claim is None:
+        return False
+    # Asked only now that it is ours, and without binding the name even for a moment: its suite may be about to.
+    if _is_reserved(port):
         claim.close()
         return False
     _CLAIMS.append(claim)
     return True
+
+
+def _named(name: str) -> socket.socket | None:
+    """Return a socket of that abstract name, or None where there is one."""
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    if sys.platform != "linux":
+        return claim  # there are no abstract names, which end with their process and leave no file behind
+    try:
+        claim.bind(name)
+    except OSError:
+        claim.close()
+        return None
+    return claim
+
+
+def _is_reserved(port: int) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
+        return sys.platform == "linux" and probe.connect_ex(_reservation(port)) == 0
+
+
+def _reservation(port: int) -> str:
+    return f"\0fathom-suite-{port}"
 
 
 def _first_ephemeral() -> int:

@@ -64,21 +64,25 @@ def reason_to_wait(home: Home) -> str:
 
 
 @contextmanager
-def announced(home: Home, display: Display) -> Iterator[Display]:
-    """Yield a display that shows what `display` does, and lets other commands know of it until the block ends."""
-    show = _Announcing(home, display)
+def announced(home: Home, display: Display, lock: int) -> Iterator[Display]:
+    """Yield a display that shows what `display` does, and lets other commands know of it until the block ends.
+
+    lock: a descriptor of the lock's file, which tells our folder from one that another suite made in its place.
+    """
+    show = _Announcing(home, display, lock)
     show.note("beginning")
     try:
         yield show
     finally:
-        home.starting.unlink(missing_ok=True)
+        show.forget()
 
 
 class _Announcing:
     """Writes down what a display is told."""
 
-    def __init__(self, home: Home, display: Display) -> None:
+    def __init__(self, home: Home, display: Display, lock: int) -> None:
         self._home = home
+        self._lock = lock
         self._display = display
         self._command = Identity.of(os.getpid())
         self._phase = ""
@@ -106,17 +110,27 @@ class _Announcing:
         self._display.say(line)
 
     def note(self, phase: str, done: int = 0, total: int = 0) -> None:
-        """Write down what the start is at; not every step of one phase."""
+        """Write down what the start is at; not every step of one phase. Raise NotStarted where that cannot be done."""
         now = time.monotonic()
         if phase == self._phase and now - self._written < WRITE_SECONDS:
             return
         self._phase, self._written = phase, now
+        if not self._home.is_held_by(self._lock):
+            raise NotStarted(gone(self._home))
         begun = Starting(command=self._command, phase=phase, done=done, total=total)
         draft = self._home.starting.with_name(f"{self._home.starting.name}.{os.getpid()}")
         try:
             draft.write_text(begun.model_dump_json(), encoding="utf-8")
             draft.replace(self._home.starting)
         except OSError as reason:
-            is_here = self._home.lock_file.exists()
+            is_here = self._home.is_held_by(self._lock)
             cause = f"{self._home.root} cannot be written any more: {reason}" if is_here else gone(self._home)
             raise NotStarted(cause) from None
+
+    def forget(self) -> None:
+        """Remove what we wrote down, and nothing that another start did: the lock may be free for it by now."""
+        if not self._home.is_held_by(self._lock):
+            return
+        begun = read(self._home)
+        if begun is None or begun.command == self._command:
+            self._home.starting.unlink(missing_ok=True)

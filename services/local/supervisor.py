@@ -32,7 +32,7 @@ from services.local.plan import (
     plan_suite,
     stop_waves,
 )
-from services.local.ports import free_ports
+from services.local.ports import suite_ports
 
 TICK_SECONDS = 0.25
 # One that ran this long was well: its next end is a new story and starts at the shortest wait again.
@@ -216,7 +216,7 @@ def main(directory: Path, options: Options, lock: int) -> None:
         options,
         home,
         machine,
-        free_ports(taken=options.port),
+        suite_ports(http=options.port),
         python=sys.executable,
         nats_server=children.nats_server(),
         cluster_key=home.cluster_key(),

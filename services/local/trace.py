@@ -41,6 +41,8 @@ def trace(
     suite = state.read(home.state)
     if suite is None or not suite.is_running:
         _fail(reason_to_wait(home))
+    if not _is_text(request):
+        _fail(f"no request {request!r} (the newest ones: fathom trace)")
     time.sleep(ON_THE_WAY_SECONDS)
     answer = _ask(suite, "/api/request", {"id": request}) if request else _ask(suite, "/api/requests", {})
     if as_json:
@@ -53,6 +55,15 @@ def trace(
         # A program that reads the list wants the ids whole.
         lines = list_lines(_MANY.validate_python(answer), columns=columns if sys.stdout.isatty() else None)
     print("\n".join(lines))
+
+
+def _is_text(word: str) -> bool:
+    """Return whether a word of the command line is one: its bytes may be no UTF-8, and then no URL can hold it."""
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _ask(suite: SuiteState, path: str, query: dict[str, str]) -> Any:

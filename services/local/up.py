@@ -3,20 +3,23 @@
 import asyncio
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from services.chassis.config import EXIT_CONFIG, child_environment
 from services.local import children, starting, state
-from services.local.down import STOPPING, end
+from services.local.down import STOPPING, SUPERVISOR_SECONDS, end
 from services.local.health import Health, ask_all
 from services.local.home import Home
 from services.local.interrupts import Ears, Interrupted, StoppedByDown
 from services.local.plan import CONSOLE, Options
-from services.local.ports import holder_of, is_free
+from services.local.ports import holder_of, is_free, reserve
 from services.local.progress import Display
 from services.local.starting import NotStarted, announced
 from services.local.talk import KeyNeeded, Unanswered, one_token
@@ -33,6 +36,27 @@ INTERRUPTED = 130  # what a shell says of a command that Ctrl-C ended
 BAD_SETTINGS = "bad settings\n"
 
 
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a start owns, until its supervisor does."""
+
+    home: Home
+    lock: int
+    mark: int
+    """Another descriptor of the lock's file, which owns nothing: we keep it to know our folder from a later one."""
+    port: socket.socket
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the folder is still where it was claimed, and not another suite's by now."""
+        return self.home.is_held_by(self.mark)
+
+    def hand_over(self) -> None:
+        """Leave it to the supervisor, which has its own descriptors: when it ends, folder and port are free."""
+        os.close(self.lock)
+        self.port.close()
+
+
 def up(home: Home, options: Options, display: Display, prepare: Callable[[Display], Options], *, detach: bool) -> int:
     """Start a suite, wait for its first real token, and stay with it unless detached. Return the exit status.
 
@@ -40,55 +64,66 @@ def up(home: Home, options: Options, display: Display, prepare: Callable[[Displa
     Raises NotStarted after everything was stopped again.
     """
     began = time.monotonic()
-    lock, ears = claim(home, options.port), Ears()
+    own, ears = claim(home, options.port), Ears()
     supervisor: subprocess.Popen[bytes] | None = None
     is_ready = False
     try:
         ears.listen()
-        with announced(home, display) as show:
+        with announced(home, display, own.mark) as show:
             try:
                 options = prepare(show)
                 with ears.held():  # or an interruption leaves a supervisor that nobody knows of
-                    supervisor = _start_supervisor(home, options, lock, bound=not detach)
+                    supervisor = _start_supervisor(own, options, bound=not detach)
             finally:
-                os.close(lock)  # the supervisor has its own: when it ends, the directory is free
+                own.hand_over()
             with show:
-                suite = _wait_ready(home, supervisor, show, ears)
-                model = _first_token(suite.url, lambda: _check_supervisor(home, supervisor))
+                suite = _wait_ready(own, supervisor, show, ears)
+                model = _first_token(suite.url, lambda: _check_supervisor(own, supervisor))
         is_ready = True
         print(ready_lines(suite.url, model, time.monotonic() - began, console_url=suite.console_url), flush=True)
         if not detach:
-            _stay(home, supervisor)
+            _stay(own, supervisor)
     except NotStarted as reason:
         if supervisor is None:
             raise
-        _stop(home, supervisor)
-        kept = f"; the logs are in {home.logs}" if home.logs.exists() else ""
+        _stop(own, supervisor)
+        kept = f"; the logs are in {home.logs}" if own.is_here and home.logs.exists() else ""
         raise NotStarted(f"{reason}\nEverything was stopped again{kept}") from None
     except Interrupted as how:
         if supervisor is None or supervisor.poll() is None:
             print(STOPPING if is_ready else "stopping", flush=True)
         if supervisor is not None:
-            _stop(home, supervisor)
+            _stop(own, supervisor)
         print(how, flush=True)
         return 0 if is_ready else INTERRUPTED
     return 0
 
 
-def claim(home: Home, port: int) -> int:
-    """Own this directory: return its lock, once what a killed suite left has ended; raise NotStarted if taken."""
+def claim(home: Home, port: int) -> Claim:
+    """Own this directory and the port, once what a killed suite left has ended; raise NotStarted if one is taken."""
     lock = home.lock()
     suite = state.read(home.state)
     if lock is None:
         raise NotStarted(f"{_owner(home, suite)}; stop it with: fathom down")
     if suite is not None:
         end(home)
-    try:
+    with ExitStack() as undo:
+        undo.callback(os.close, lock)
         _check_port(port)
-    except NotStarted:
-        os.close(lock)
-        raise
-    return lock
+        reserved = reserve(port)
+        if reserved is None:
+            raise NotStarted(f"port {port} is in use by another suite; choose another one with --port")
+        undo.enter_context(reserved)
+        mark = _mark(home)
+        undo.pop_all()
+    return Claim(home, lock, mark, reserved)
+
+
+def _mark(home: Home) -> int:
+    try:
+        return os.open(home.lock_file, os.O_RDONLY)
+    except FileNotFoundError:
+        raise NotStarted(starting.gone(home)) from None
 
 
 def _owner(home: Home, suite: state.SuiteState | None) -> str:
@@ -135,30 +170,32 @@ def fault(health: Sequence[Health]) -> Health | None:
     return None
 
 
-def _start_supervisor(home: Home, options: Options, lock: int, *, bound: bool) -> subprocess.Popen[bytes]:
+def _start_supervisor(own: Claim, options: Options, *, bound: bool) -> subprocess.Popen[bytes]:
+    home = own.home
     # The model may have taken minutes.
     _check_port(options.port)
-    if not home.is_held_by(lock):
+    if not (home.is_held_by(own.lock) and own.is_here):
         raise NotStarted(starting.gone(home))
     home.prepare()
     # The state of an earlier suite must not be taken for this one's.
     home.state.unlink(missing_ok=True)
     module = (sys.executable, "-P", "-m", "services.local.supervisor")
     return children.start(
-        (*module, str(home.root.parent), options.model_dump_json(), str(lock)),
+        (*module, str(home.root.parent), options.model_dump_json(), str(own.lock)),
         log=home.supervisor_log,
         environment=child_environment("local", {}, extra=children.PYTHON_VARIABLES),
         bound=bound,
-        keep=(lock,),
+        keep=(own.lock, own.port.fileno()),
     )
 
 
-def _wait_ready(home: Home, supervisor: subprocess.Popen[bytes], display: Display, ears: Ears) -> state.SuiteState:
+def _wait_ready(own: Claim, supervisor: subprocess.Popen[bytes], display: Display, ears: Ears) -> state.SuiteState:
+    home = own.home
     last_change = time.monotonic()
     last: list[tuple[str, str, int]] = []
     while True:
         suite = state.read(home.state)
-        _check_supervisor(home, supervisor)
+        _check_supervisor(own, supervisor)
         if suite is not None and suite.processes:
             with ears.held():
                 everyone = asyncio.run(ask_all(suite, and_console=True))
@@ -199,25 +236,25 @@ def _first_token(url: str, check: Callable[[], None] = lambda: None) -> str:
         time.sleep(POLL_SECONDS)
 
 
-def _stay(home: Home, supervisor: subprocess.Popen[bytes]) -> None:
+def _stay(own: Claim, supervisor: subprocess.Popen[bytes]) -> None:
     """Say what the supervisor does, until it ends or we are interrupted."""
-    with home.supervisor_log.open(encoding="utf-8") as log:
+    with own.home.supervisor_log.open(encoding="utf-8") as log:
         while True:
-            _check_supervisor(home, supervisor)
+            _check_supervisor(own, supervisor)
             for line in console_lines(log.read().splitlines()):
                 print(line, flush=True)
             time.sleep(POLL_SECONDS)
 
 
-def _check_supervisor(home: Home, supervisor: subprocess.Popen[bytes]) -> None:
+def _check_supervisor(own: Claim, supervisor: subprocess.Popen[bytes]) -> None:
     """Raise NotStarted when it has failed or will (its folder is gone), StoppedByDown when it was told to end."""
     status = supervisor.poll()
     if status == 0:
         raise StoppedByDown
-    if not home.lock_file.exists():
-        raise NotStarted(starting.gone(home))
+    if not own.is_here:
+        raise NotStarted(starting.gone(own.home))
     if status is not None:
-        raise NotStarted(f"the supervisor ended with status {status}:\n{tail(home.supervisor_log)}")
+        raise NotStarted(f"the supervisor ended with status {status}:\n{tail(own.home.supervisor_log)}")
 
 
 def console_lines(journal: Sequence[str]) -> Iterator[str]:
@@ -251,8 +288,15 @@ def tail(log: Path, num_lines: int = TAIL_LINES) -> str:
     return "\n".join(f"    {line}" for line in lines) or "    (its log is empty)"
 
 
-def _stop(home: Home, supervisor: subprocess.Popen[bytes]) -> None:
-    end(home)
-    if supervisor.poll() is None:  # it had not written its state yet
+def _stop(own: Claim, supervisor: subprocess.Popen[bytes]) -> None:
+    """End our suite, and no other one that runs in this directory by now."""
+    recorded = state.read(own.home.state) if own.is_here else None
+    if recorded is not None and recorded.supervisor.pid == supervisor.pid:
+        end(own.home)
+    if supervisor.poll() is None:  # it had not written its state yet, or its folder is gone
         supervisor.terminate()
-    supervisor.wait()
+    try:
+        supervisor.wait(SUPERVISOR_SECONDS)
+    except subprocess.TimeoutExpired:
+        supervisor.kill()
+        supervisor.wait()

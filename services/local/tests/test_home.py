@@ -39,3 +39,20 @@ def test_the_last_runs_logs_are_set_aside(tmp_path: Path) -> None:
 
     assert not home.log("decode-0").exists()
     assert "old" == (home.logs / "decode-0.log.1").read_text()
+
+
+def test_a_folder_that_cannot_be_looked_at_is_still_held(tmp_path: Path) -> None:
+    """A disk that answers nothing for a moment ends no suite; a folder that is gone does."""
+    home = Home.of(tmp_path / "deep")
+    lock = home.lock()
+    assert lock is not None
+    aside = tmp_path / "aside"
+    home.root.rename(aside)
+    assert not home.is_held_by(lock)
+    home.root.symlink_to(home.root)  # too many levels of links: neither there nor gone
+
+    assert home.is_held_by(lock)
+    home.root.unlink()
+    aside.rename(home.root)
+    assert home.is_held_by(lock)
+    os.close(lock)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from services.local import ports
-from services.local.ports import free_ports
+from services.local.ports import free_ports, reserve, suite_ports
 
 TRIED = 8
 CLAIM = """
@@ -53,6 +53,28 @@ def test_a_port_is_given_once(few_ports: list[int]) -> None:
 def test_the_public_port_is_left_alone(few_ports: list[int]) -> None:
     """What the user named for HTTP goes to no service, though HTTP is served last."""
     assert few_ports[1:] == all_of_them(taken=few_ports[0])
+
+
+def test_a_port_that_a_suite_was_asked_for_is_given_to_nobody(few_ports: list[int]) -> None:
+    """Nothing listens there for as long as its model loads; once the suite has ended, the port is free again."""
+    kept = reserve(few_ports[0])
+    assert kept is not None
+    with kept:
+        assert reserve(few_ports[0]) is None
+        assert few_ports[1:] == all_of_them()
+    release()
+    assert few_ports == all_of_them()
+
+
+def test_no_suite_is_asked_for_a_port_that_another_ones_service_has(few_ports: list[int]) -> None:
+    """While that restarts, nobody listens. A port that was only looked for is its finder's, to start a suite on."""
+    given, found = next(suite_ports(http=0)), next(free_ports())
+
+    assert given != found
+    assert reserve(given) is None
+    kept = reserve(found)
+    assert kept is not None
+    kept.close()
 
 
 def test_another_process_leaves_what_was_claimed_until_its_owner_ends(few_ports: list[int]) -> None:

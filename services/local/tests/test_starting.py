@@ -1,5 +1,6 @@
 """Does everybody know of a start that has not come far, and does `fathom down` end it?"""
 
+import os
 import shutil
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from services.local.down import GIVE_UP
 from services.local.home import Home
 from services.local.interrupts import ENDS, Ears, Interrupted
 from services.local.progress import LineDisplay
-from services.local.starting import announced
+from services.local.starting import NotStarted, announced
 
 UP = """
 import sys, time
@@ -46,8 +47,9 @@ def fathom(*words: str) -> tuple[int, str]:
 def test_a_start_is_known_until_it_ends(tmp_path: Path, capsys) -> None:
     """What it is at and how far; nothing of it is left behind, and what is shown stays as it was."""
     home = Home.of(tmp_path)
-    home.prepare()
-    with announced(home, LineDisplay()) as show, show:
+    lock = home.lock()
+    assert lock is not None
+    with announced(home, LineDisplay(), lock) as show, show:
         show.install("convert weights", 43, 100)
         begun = starting.read(home)
 
@@ -56,6 +58,36 @@ def test_a_start_is_known_until_it_ends(tmp_path: Path, capsys) -> None:
     assert "model: convert weights 43%\n" == capsys.readouterr().out
     assert starting.read(home) is None
     assert not home.starting.exists()
+    os.close(lock)
+
+
+def test_the_start_of_another_suite_in_our_folders_place_is_left_alone(tmp_path: Path) -> None:
+    """A start that slept while its folder was moved away neither overwrites nor removes what stands there now."""
+    home = Home.of(tmp_path)
+    lock = home.lock()
+    assert lock is not None
+    with pytest.raises(NotStarted, match="was removed or moved away"), announced(home, LineDisplay(), lock) as show:
+        home.root.rename(tmp_path / "aside")
+        home.prepare()
+        home.lock_file.touch()
+        home.starting.write_text("another's")
+        show.install("convert weights", 43, 100)
+
+    assert "another's" == home.starting.read_text()
+    os.close(lock)
+
+
+def test_the_next_start_in_our_folder_is_left_alone(tmp_path: Path) -> None:
+    """The folder is free for it a moment before our own words are removed."""
+    home = Home.of(tmp_path)
+    lock = home.lock()
+    assert lock is not None
+    following = starting.Starting(command=state.Identity.of(os.getppid()), phase="beginning")
+    with announced(home, LineDisplay(), lock):
+        home.starting.write_text(following.model_dump_json())
+
+    assert following == starting.read(home)
+    os.close(lock)
 
 
 def test_what_a_killed_start_left_counts_as_none(tmp_path: Path) -> None:

@@ -182,7 +182,7 @@ def test_the_command_asks_the_console(console: TraceStore) -> None:
 def test_an_unknown_request_is_refused_with_the_way_out(console: TraceStore) -> None:
     """Whatever was typed: a path or a query does not become another question."""
     console.add(whole_request())
-    for typed in ("nope", "../requests/last", "a?b#c", "a/b", "a&id=last", " "):
+    for typed in ("nope", "../requests/last", "a?b#c", "a/b", "a&id=last", " ", os.fsdecode(b"\xff")):
         refused = CliRunner().invoke(app, ["trace", typed])
         assert 1 == refused.exit_code
         assert "(the newest ones: fathom trace)" in refused.output
