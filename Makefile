@@ -24,7 +24,7 @@ up: install ## Start NATS and all eight services with the default model; stops w
 down: install ## Stop what `make up` started
 	@$(BIN)/fathom down
 
-test: install ## Every test: unit, integration and whole-suite (about twelve minutes on two cores)
+test: install ## Every test: unit, integration and whole-suite (six to twelve minutes on two cores)
 	@$(BIN)/python -m tools.run_tests $(ARGS)
 
 check: install ## Lint, types, import contracts, size ceilings, fresh stubs, fast tests that changes can have touched (ARGS=--all: all of them)

@@ -272,10 +272,12 @@ class Rig:
         raise AssertionError("the events ended without a last one")
 
     async def idle(self) -> None:
-        """Wait until nobody holds a block."""
-        await until(lambda: not (self.replica.engine.load.used_blocks or self.replica.engine.load.queued_sequences))
-        self.replica.engine._pool.check_integrity()
-        assert 0 == self.replica.engine._windows.used_windows
+        """Wait until nobody holds a block or a window: the engine's thread gives back one after the other."""
+        engine = self.replica.engine
+        await until(
+            lambda: not (engine.load.used_blocks or engine.load.queued_sequences or engine._windows.used_windows)
+        )
+        engine._pool.check_integrity()
 
 
 def is_last(event: PrefillEvent) -> bool:
