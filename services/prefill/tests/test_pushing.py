@@ -1,7 +1,6 @@
 """How do blocks and the window become messages where only gRPC gets through?"""
 
 import asyncio
-import threading
 import time
 
 import pytest
@@ -13,36 +12,10 @@ from services.chassis.handoff import block_xxh3
 from services.chassis.handoff_push import check_piece, parse_piece
 from services.prefill import pushing as subject
 from services.prefill.pushing import pieces
+from services.prefill.tests.device import Device
 
 TICKET = Ticket(epoch=7, nonce=b"n" * 16)
 BLOCK_BYTES, WINDOW_BYTES = 1000, 700
-
-
-class Device:
-    """Blocks that whoever asks copies, or that are copied in a thread of their own; `error` is the answer instead."""
-
-    error: Exception | None = None
-    is_stuck = False
-
-    def __init__(self, *, copies_beside):
-        self.copies_beside = copies_beside
-        self.num_copied = 0
-
-    def post_copy(self, blocks, places, then):
-        self.num_copied += 1
-        for block, place in zip(blocks, places, strict=True):
-            place[:] = bytes([block + 1]) * BLOCK_BYTES
-        self._answer(then)
-
-    def post_copy_window(self, place, then):
-        place[:] = b"w" * WINDOW_BYTES
-        self._answer(then)
-
-    def _answer(self, then):
-        if self.copies_beside:
-            then(self.error)
-        elif not self.is_stuck:
-            threading.Thread(target=then, args=(self.error,)).start()
 
 
 def pushed(device, checksums, seconds=10.0):
@@ -60,7 +33,7 @@ async def test_all_arrives_in_order_and_is_summed(monkeypatch, copies_beside, pi
     checksums: list[int] = []
     arrived: dict[int | None, bytearray] = {}
     tickets = []
-    async for message in pushed(Device(copies_beside=copies_beside), checksums):
+    async for message in pushed(Device(BLOCK_BYTES, WINDOW_BYTES, copies_beside=copies_beside), checksums):
         piece = parse_piece(message)
         check_piece(piece)
         place = arrived.setdefault(None if piece.head.is_window else piece.head.block_index, bytearray())
@@ -79,7 +52,7 @@ async def test_the_engine_copies_two_runs_ahead_and_no_more(monkeypatch):
     """That bounds the memory of a handoff whose peer takes nothing; so does making each when it is sent."""
     monkeypatch.setattr(subject, "PIECE_BYTES", BLOCK_BYTES)
     for copies_beside, num_copied in ((True, 1), (False, 3)):
-        device = Device(copies_beside=copies_beside)
+        device = Device(BLOCK_BYTES, WINDOW_BYTES, copies_beside=copies_beside)
         messages = pushed(device, [])
         await anext(messages)
         await asyncio.sleep(0.1)
@@ -90,7 +63,7 @@ async def test_the_engine_copies_two_runs_ahead_and_no_more(monkeypatch):
 @pytest.mark.parametrize("copies_beside", [True, False])
 async def test_a_released_prompt_ends_the_push(copies_beside):
     """The blocks may be somebody else's already."""
-    device = Device(copies_beside=copies_beside)
+    device = Device(BLOCK_BYTES, WINDOW_BYTES, copies_beside=copies_beside)
     device.error = BlocksLost("the prompt's blocks were released")
     with pytest.raises(BlocksLost, match="released"):
         await anext(pushed(device, []))
@@ -98,7 +71,7 @@ async def test_a_released_prompt_ends_the_push(copies_beside):
 
 async def test_an_engine_that_copies_nothing_is_waited_for_until_the_deadline():
     """Not for ever."""
-    device = Device(copies_beside=False)
+    device = Device(BLOCK_BYTES, WINDOW_BYTES, copies_beside=False)
     device.is_stuck = True
     with pytest.raises(DeadlinePassed):
         await anext(pushed(device, [], seconds=0.1))

@@ -22,6 +22,7 @@ from services.chassis.handoff_lane import (
 )
 from services.prefill import sending as subject
 from services.prefill.sending import Sender, Way
+from services.prefill.tests.device import Device
 from services.prefill.tests.rig import BLOCK, kinds, prefill_replica, request
 
 BLOCK_BYTES, WINDOW_BYTES, NUM_BLOCKS = handoff_lane.RUN_BYTES * 3 // 4, 1 << 20, 4  # each block is a run
@@ -33,29 +34,6 @@ def nothing_is_unreachable():
     """Another test may be given the same port."""
     yield
     handoff_lane._unreachable.clear()
-
-
-class Device:
-    """Blocks that are copied at once, in a thread of their own; `error` is the answer instead."""
-
-    error: Exception | None = None
-    is_stuck = False
-    copies_beside = False
-    num_copied = 0
-
-    def post_copy(self, blocks, places, then):
-        self.num_copied += 1
-        for block, place in zip(blocks, places, strict=True):
-            place[:] = bytes([block + 1]) * BLOCK_BYTES
-        self._answer(then)
-
-    def post_copy_window(self, place, then):
-        place[:] = b"w" * WINDOW_BYTES
-        self._answer(then)
-
-    def _answer(self, then):
-        if not self.is_stuck:
-            threading.Thread(target=then, args=(self.error,)).start()
 
 
 class Receiver(threading.Thread):
@@ -103,7 +81,7 @@ def test_runs_that_travel_arrive_in_order_and_are_summed():
     """Blocks are counted among those that travel; the ticket comes first, the window last."""
     receiver = Receiver()
     way = travelling(receiver)
-    assert expected_checksums() == sender(way, Device()).send(time.time() + 10)
+    assert expected_checksums() == sender(way, Device(BLOCK_BYTES, WINDOW_BYTES)).send(time.time() + 10)
     receiver.join(5)
     blocks = [(False, n, 1, 0, bytes([n + 3]) * 2) for n in range(NUM_BLOCKS)]
 
@@ -121,7 +99,7 @@ def test_runs_in_the_file_are_only_told_of(tmp_path, has_lane):
     way = Way(staging=PeerStaging(str(area.path), nonce=TICKET.nonce, **shape))
     if has_lane:
         way.lane = connect("127.0.0.1", receiver.port, TICKET, shares_file=True)
-    assert expected_checksums() == sender(way, Device()).send(time.time() + 10)
+    assert expected_checksums() == sender(way, Device(BLOCK_BYTES, WINDOW_BYTES)).send(time.time() + 10)
     if has_lane:
         receiver.join(5)
         assert [*((False, n, 1, n, b"") for n in range(NUM_BLOCKS)), (True, 0, 0, 0, b"")] == receiver.runs
@@ -148,7 +126,7 @@ def test_room_in_the_file_that_decode_has_emptied_is_used_again(tmp_path, monkey
     receiver.told = take
     way = Way(staging=PeerStaging(str(area.path), nonce=TICKET.nonce, **shape))
     way.lane = connect("127.0.0.1", receiver.port, TICKET, shares_file=True)
-    sent = sender(way, Device(), range(32)).send(time.time() + 10)
+    sent = sender(way, Device(BLOCK_BYTES, WINDOW_BYTES), range(32)).send(time.time() + 10)
     receiver.join(5)
 
     assert sent == taken
@@ -160,7 +138,7 @@ def test_room_in_the_file_that_decode_has_emptied_is_used_again(tmp_path, monkey
 
 def test_a_released_prompt_ends_the_sending():
     """The blocks may be somebody else's already."""
-    receiver, device = Receiver(), Device()
+    receiver, device = Receiver(), Device(BLOCK_BYTES, WINDOW_BYTES)
     device.error = BlocksLost("the prompt's blocks were released")
     way = travelling(receiver)
     with pytest.raises(BlocksLost):
@@ -169,18 +147,9 @@ def test_a_released_prompt_ends_the_sending():
     receiver.join(5)
 
 
-class HostMemory(Device):
-    """Blocks that whoever asks copies, at once."""
-
-    copies_beside = True
-
-    def _answer(self, then):
-        then(self.error)
-
-
 def test_who_copies_the_blocks_itself_sends_each_before_it_copies_the_next(monkeypatch):
     """Decode takes one while the next is copied; the engine, which may be in a long step, is not asked."""
-    receiver, device = Receiver(), HostMemory()
+    receiver, device = Receiver(), Device(BLOCK_BYTES, WINDOW_BYTES, copies_beside=True)
     way = travelling(receiver)
     told: list[int] = []
     sending = sender(way, device)
@@ -203,7 +172,7 @@ def test_a_receiver_that_takes_nothing_holds_up_nobody_for_longer_than_it_is_wai
     receiver = Receiver()
     receiver.takes.clear()
     way = travelling(receiver)
-    sending = sender(way, Device())
+    sending = sender(way, Device(BLOCK_BYTES, WINDOW_BYTES))
     failed = []
 
     def send():
@@ -225,7 +194,7 @@ def test_a_receiver_that_takes_nothing_holds_up_nobody_for_longer_than_it_is_wai
 
 def test_an_engine_that_copies_nothing_is_waited_for_until_the_deadline():
     """Not for ever."""
-    receiver, device = Receiver(), Device()
+    receiver, device = Receiver(), Device(BLOCK_BYTES, WINDOW_BYTES)
     device.is_stuck = True
     way = travelling(receiver)
     with pytest.raises(DeadlinePassed):
