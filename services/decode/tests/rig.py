@@ -21,6 +21,7 @@ from proto.decode_pb2 import (
     DecodeSubmit,
     HoldReply,
     PushChunk,
+    PushReply,
     ReserveReply,
     ReserveRequest,
 )
@@ -240,6 +241,28 @@ class Rig:
             yield from _chunks_of(block, block_index=index, ticket=ticket)
             ticket = None
         yield from _chunks_of(window, ticket=ticket, is_window=True)
+
+    async def begin_push(
+        self, reply: ReserveReply, chunks: Sequence[PushChunk]
+    ) -> tuple[asyncio.Task[PushReply], asyncio.Event]:
+        """Start a `Push` that decode has taken the first chunk of; the others come once the event is set."""
+        begun, go_on = asyncio.Event(), asyncio.Event()
+
+        async def slowly() -> AsyncIterator[PushChunk]:
+            yield chunks[0]
+            begun.set()
+            await go_on.wait()
+            for chunk in chunks[1:]:
+                yield chunk
+
+        async def push() -> PushReply:
+            taken: PushReply = await self.stub.Push(slowly(), timeout=20)
+            return taken
+
+        pushing = asyncio.create_task(push())
+        await begun.wait()
+        await until(lambda: self.replica.intake._handoffs[reply.ticket.epoch].is_pushed)
+        return pushing, go_on
 
     async def commit(
         self, wanted: Request, reply: ReserveReply, crcs: list[int], first_token_id: int, window_xxh3: int = 0

@@ -210,23 +210,8 @@ async def test_a_lane_and_a_push_do_not_bring_the_same_blocks(rig):
     other = request("push", 40)
     computed = rig.source.prompt(other)
     call, reply = await rig.hold(other)
-    begun, go_on = asyncio.Event(), asyncio.Event()
-    first, *rest = rig._chunks(reply, computed.blocks, b"")
-
-    async def slowly():
-        yield first
-        begun.set()
-        await go_on.wait()
-        for chunk in rest:
-            yield chunk
-
-    async def open_push():
-        return await rig.stub.Push(slowly(), timeout=20)
-
-    pushing = asyncio.create_task(open_push())
-    await begun.wait()
+    pushing, go_on = await rig.begin_push(reply, list(rig._chunks(reply, computed.blocks, b"")))
     handoff = rig.replica.intake._handoffs[reply.ticket.epoch]
-    await until(lambda: handoff.is_pushed)
     with pytest.raises(LaneUnavailableError):
         await open_lane(reply, shares_file=False)
     go_on.set()

@@ -75,21 +75,7 @@ async def test_a_second_push_on_a_ticket_is_refused_and_harms_nothing(folder):
         computed = rig.source.prompt(wanted)
         call, reply = await rig.hold(wanted)
         chunks = list(rig._chunks(reply, computed.blocks, b""))
-        begun, go_on = asyncio.Event(), asyncio.Event()
-
-        async def slowly():
-            yield chunks[0]
-            begun.set()
-            await go_on.wait()
-            yield chunks[1]
-
-        async def open_push():
-            return await rig.stub.Push(slowly(), timeout=20)
-
-        first = asyncio.create_task(open_push())
-        await begun.wait()
-        handoff = rig.replica.intake._handoffs[reply.ticket.epoch]
-        await until(lambda: handoff.is_pushed)
+        first, go_on = await rig.begin_push(reply, chunks[:2])
         with pytest.raises(BlocksLost, match="a push brings"):
             await rig.stub.Push(iter(chunks), timeout=5)
         go_on.set()
