@@ -117,12 +117,9 @@ class _Walk:
     def __init__(self, config: V41Config, *, is_invariant: bool, ranks: int) -> None:
         """ranks: that share the experts; 0 = all are here."""
         placement = one_rank_of(config, ranks) if ranks else None
-        experts = "fp8" if is_invariant and ranks else "fp4"
         weights = random_weights(config, META, experts="fp4", placement=placement)
-        if experts == "fp8":
-            weights = _with_experts(weights, _unpacked)
         self._config, self._layout, self._is_invariant = config, v41_layout(config, QUANT), is_invariant
-        self._weights = weights if is_invariant else _with_experts(_restated(weights), _packed)
+        self._weights = _with_experts(_restated(weights, is_invariant=is_invariant), _packed)
 
     def captured(self, tokens: int, context: int) -> None:
         """A step of a captured size."""
@@ -182,15 +179,11 @@ def _with_experts(weights: GpuV41Weights, change: Callable[[Any], Any]) -> GpuV4
 
 
 def _packed(experts: Weights) -> Packed:
-    """As Hopper takes them in the fastest mode."""
+    """As Hopper takes them."""
     rows = experts.experts, experts.out
     largest = torch.empty(rows, dtype=torch.uint8, device=META)
     scale, table = torch.empty(rows, device=META), torch.empty(64, 2, dtype=torch.int32, device=META)
     return Packed(experts, Powers(largest, scale, table, spread_binades=2), None)
-
-
-def _unpacked(experts: Weights) -> RowScaled:
-    return _rows_scaled(experts.experts, experts.out, experts.size)
 
 
 def _rows_scaled(matrices: int, out: int, size: int) -> RowScaled:
@@ -198,8 +191,8 @@ def _rows_scaled(matrices: int, out: int, size: int) -> RowScaled:
     return RowScaled(data, torch.empty(matrices, out, device=META))
 
 
-def _restated(weights: GpuV41Weights) -> GpuV41Weights:
-    """Dense matrices as the fastest mode has them."""
+def _restated(weights: GpuV41Weights, *, is_invariant: bool) -> GpuV41Weights:
+    """Dense matrices as Hopper has them."""
 
     def matrix(wide: Any) -> RowScaled:
         return _rows_scaled(1, *wide.shape)
@@ -212,6 +205,7 @@ def _restated(weights: GpuV41Weights) -> GpuV41Weights:
             layer,
             attention=replace(
                 attention,
+                down=matrix(attention.down) if is_invariant else attention.down,
                 wq_b=matrix(attention.wq_b),
                 wo_a=_rows_scaled(groups.experts, groups.out, groups.size),
                 wo_b=matrix(attention.wo_b),

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from bench.engine_models import write_model
 from bench.gpu_dense_step import Model as OneKernelModel
-from bench.gpu_v41_attention import in_force
 from bench.gpu_v41_cases import FAMILIES, Draw, moved
 from kernels.batch import PENDING, Batch, Row, SamplingParams
 from kernels.executor import Executor
@@ -23,15 +22,17 @@ from kernels.models.config import read_config
 from kernels.models.gpu.dense import GpuDense, OpenedGpuDense
 from kernels.models.gpu.weights import load_weights
 from kernels.models.weights import open_weights
-from kernels.ops import gpu_dense_fp8, gpu_grouped_packed, gpu_hyper, gpu_index, gpu_swiglu_rows
+from kernels.ops import gpu_dense_fp8
 from kernels.ops.gpu_attention import CHUNK, LONG_PART_TOKENS, SINGLE, attend, tokens_per_tile
 from kernels.ops.gpu_fp8 import span_rows
 from kernels.ops.gpu_index import score, score_candidates, select
 from kernels.ops.gpu_linear import linear, linear_parts, linear_swiglu
 from kernels.ops.gpu_placed_rows import place_rows
 from kernels.ops.gpu_rope_cache import Heads, Paging
+from kernels.ops.gpu_router import Placed, route_rows
 from kernels.ops.gpu_sparse import attend as attend_v41
 from kernels.ops.gpu_step import move_back
+from kernels.ops.gpu_swiglu_rows import swiglu_rows
 from kernels.ops.gpu_verify import Standing, accept
 
 TINY: dict[str, object] = {
@@ -141,8 +142,8 @@ def dense_forms(device: str) -> None:
         if rows <= 16:
             linear_parts(x, weight, parts=3)
     scores, seen = noise(3, 4000), torch.tensor([4000, 37, 0], device=device).int()
-    for by_maxima in (True, False):
-        select(scores, seen, count=100, by_maxima=by_maxima)
+    for each in (scores, scores[:, :3999].contiguous()):
+        select(each, seen, count=100)
 
 
 def v41_family(family: str, device: str) -> None:
@@ -166,29 +167,27 @@ def v41_few_heads(device: str) -> None:
             case.run(*moved(args, device), **named)
 
 
-def v41_ways(device: str) -> None:
-    """Ways that are switched off until a GPU has timed them: streams, choices, slots, experts, a dense product."""
-    ways = ((gpu_hyper, "BY_ROWS"), (gpu_index, "BY_WORDS"), (gpu_swiglu_rows, "WHOLE"))
-    with in_force({**dict.fromkeys(ways, True), (gpu_grouped_packed, "MOST_ROUNDS"): 8}):
-        for family in ("streams", "index", "experts"):
-            v41_family(family, device)
-        generator = torch.Generator().manual_seed(1)
+def v41_rows_at_once(device: str) -> None:
+    """What the families leave out: slots placed with their rows, rows turned, routes, wide rows, a dense product."""
+    generator = torch.Generator().manual_seed(1)
 
-        def noise(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator).to(device)
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device)
 
-        tokens, width, slots = 33, 2304, 33 * 6
-        experts = torch.rand(tokens, 7, generator=generator).topk(6, dim=1).indices.int().to(device)
-        place_rows(experts, span_rows(noise(tokens, 5120).bfloat16()), num_experts=7, turns=True)
-        targets = torch.randperm(slots, generator=generator).int().to(device)
-        gpu_swiglu_rows.swiglu_rows(
-            noise(slots, 2 * width).bfloat16(), targets, noise(slots).abs(), limit=10.0, turns=True
-        )
-        for rows in (256, 200):
-            x, matrix = (span_rows(noise(count, 1280).bfloat16()) for count in (rows, 384))
-            gpu_dense_fp8.multiply(x.data, x.scale[0], matrix.data, matrix.scale[0])
-        scores, seen = noise(3, 8192).bfloat16(), torch.tensor([8192, 37, 0], device=device).int()
-        select(scores, seen, count=512)
+    tokens, width, slots = 33, 2304, 33 * 6
+    experts = torch.rand(tokens, 7, generator=generator).topk(6, dim=1).indices.int().to(device)
+    place_rows(experts, span_rows(noise(tokens, 5120).bfloat16()), num_experts=7, turns=True)
+    targets = torch.randperm(slots, generator=generator).int().to(device)
+    swiglu_rows(noise(slots, 2 * width).bfloat16(), targets, noise(slots).abs(), limit=10.0, turns=True)
+    for rows in (256, 200):
+        x, matrix = (span_rows(noise(count, 1280).bfloat16()) for count in (rows, 384))
+        gpu_dense_fp8.multiply(x.data, x.scale[0], matrix.data, matrix.scale[0])
+    router, bias = noise(384, 1280).bfloat16(), noise(384)
+    for rows in (3, 33, 200, 1030):
+        placed = Placed(torch.arange(384, device=device).int(), torch.zeros(rows, device=device).int())
+        route_rows(noise(rows, 1280).bfloat16(), router, bias, None, None, placed, top_k=6, scaling=1.5)
+    scores, seen = noise(3, 65_536).bfloat16(), torch.tensor([65_536, 37, 0], device=device).int()
+    select(scores, seen, count=512)
 
 
 def one_kernel(device: str) -> None:
@@ -220,6 +219,6 @@ RUNS: dict[str, Callable[[str], None]] = {
     "dense, one kernel": one_kernel,
     **{f"v41 {family}": partial(v41_family, family) for family in FAMILIES},
     "v41 few heads": v41_few_heads,
-    "v41 ways": v41_ways,
+    "v41 rows at once": v41_rows_at_once,
     "drafts": drafts,
 }

@@ -27,7 +27,7 @@ from bench.gpu_time import graph_seconds, machine, yardsticks
 from bench.gpu_v41_cases import FAMILIES, HIDDEN, Q_LORA, WIDTH, Case, Draw, moved
 from bench.gpu_v41_step import time_steps
 from bench.gpu_v41_work import Builder, Shape, Work, decode_shape, prefill_shape
-from kernels.ops import gpu_hyper, gpu_index
+from kernels.ops import gpu_hyper_rows, gpu_index
 from kernels.ops.gpu_grouped import Format, Tile, fp8_weights
 from kernels.ops.gpu_matmul import Fp8Tile, fp8_product
 from kernels.ops.gpu_quant import quantise_rows
@@ -207,12 +207,14 @@ def time_choice(ceilings: dict[str, float]) -> None:
 
 def time_streams(ceilings: dict[str, float]) -> None:
     """Cuts of the hyper-connections."""
-    for cut in (gpu_hyper.Cut(8, 4), gpu_hyper.Cut(16, 4), gpu_hyper.Cut(32, 8)):
-        gpu_hyper.FEW = gpu_hyper.MANY = cut
+    before = gpu_hyper_rows.COLUMNS, gpu_hyper_rows.WARPS
+    for columns, warps in ((1024, 8), (1024, 4)):
+        gpu_hyper_rows.COLUMNS, gpu_hyper_rows.WARPS = columns, warps
         for shape in (decode_shape(), prefill_shape()):
             builder = Builder(shape)
             builder.streams()
-            time_work(f"{shape.tokens} {cut}", builder.work, ceilings)
+            time_work(f"{shape.tokens}, {columns} columns, {warps} warps", builder.work, ceilings)
+    gpu_hyper_rows.COLUMNS, gpu_hyper_rows.WARPS = before
 
 
 EXPERT_TILES: dict[Format, tuple[Tile, ...]] = {

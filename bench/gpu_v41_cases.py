@@ -16,7 +16,7 @@ from torch import Tensor
 from kernels.ops import gpu_fp8, gpu_grouped_fp8, gpu_grouped_packed
 from kernels.ops.engram import hash_tables
 from kernels.ops.gpu_engram import HashNumbers, add_memory, read_rows, table_rows
-from kernels.ops.gpu_fp8 import gathered, grouped_product, norm_rows, row_scaled, span_rows, swiglu_rows
+from kernels.ops.gpu_fp8 import gathered, grouped_product, norm_rows, row_scaled, span_rows
 from kernels.ops.gpu_grouped import (
     Groups,
     Weights,
@@ -30,7 +30,7 @@ from kernels.ops.gpu_grouped_unpack import powers_of, unpack
 from kernels.ops.gpu_hyper import MixingWeights, enter, leave, split_weight
 from kernels.ops.gpu_index import Keys, locate, score, score_candidates, select
 from kernels.ops.gpu_matmul import Matrix, every_row, fp8_product, product
-from kernels.ops.gpu_moe import Placed, combine, group, route
+from kernels.ops.gpu_moe import combine, group
 from kernels.ops.gpu_quant import norm_fp8, quantise_rows, round_fp8, swiglu_fp8
 from kernels.ops.gpu_records import (
     Section,
@@ -41,7 +41,9 @@ from kernels.ops.gpu_records import (
     store_ring,
     window_records,
 )
+from kernels.ops.gpu_router import Placed, choose
 from kernels.ops.gpu_sparse import Chosen, Windows, attend
+from kernels.ops.gpu_swiglu_rows import swiglu_rows
 from kernels.ops.gpu_varlen import lay_out
 from kernels.ops.hyper import Coefficients
 from kernels.ops.quant import (
@@ -154,6 +156,8 @@ def row_cases(draw: Draw) -> Iterator[Case]:
     yield Case("swiglu_fp8 unweighed", swiglu_fp8, (both, None), {"limit": LIMIT}, 5e-3)
     placed = (both, draw.whole(0, 37, 37).int(), draw.uniform(37))
     yield Case("swiglu_rows", swiglu_rows, placed, {"limit": LIMIT}, 1e-2)
+    yield Case("swiglu_rows, turned", swiglu_rows, placed, {"limit": LIMIT, "turns": True}, 1e-2)
+    yield Case("swiglu_rows, any length", gpu_fp8.swiglu_rows, placed, {"limit": LIMIT}, 1e-2)
 
 
 def record_cases(draw: Draw) -> Iterator[Case]:
@@ -234,12 +238,12 @@ def expert_cases(draw: Draw) -> Iterator[Case]:
     images = torch.arange(tokens) % 7 == 0
     lines = torch.arange(tokens).int()
     lines[7] = -1
-    arguments = (logits, bias, image_bias, images, Placed(None, lines))
-    yield Case("route", route, arguments, {"top_k": TOP_K, "scaling": 1.5}, 1e-5)
+    arguments = (logits[None], bias, image_bias, images, Placed(None, lines))
+    yield Case("choose", choose, arguments, {"top_k": TOP_K, "scaling": 1.5}, 1e-5)
     elsewhere = torch.where(torch.arange(EXPERTS) % 3 == 0, torch.arange(EXPERTS) // 3, -1).int()
-    of_rank = (logits, bias, None, None, Placed(elsewhere, lines))
-    yield Case("route of a rank", route, of_rank, {"top_k": TOP_K, "scaling": 1.5}, 1e-5)
-    spread = route(*arguments, top_k=TOP_K, scaling=1.5).experts
+    of_rank = (logits[None], bias, None, None, Placed(elsewhere, lines))
+    yield Case("choose of a rank", choose, of_rank, {"top_k": TOP_K, "scaling": 1.5}, 1e-5)
+    spread = choose(*arguments, top_k=TOP_K, scaling=1.5).experts
     yield Case("group 384", group, (spread,), {"num_experts": EXPERTS}, 0.0)
     local = draw.whole(0, 9, tokens, TOP_K).int()
     local = torch.where(local == 2, 4, local) + 40  # one expert gets nothing
@@ -314,7 +318,7 @@ def stream_cases(draw: Draw) -> Iterator[Case]:
             1e-6,
             20,
         )
-        yield Case(f"enter {tokens}", enter, (streams, output, before, weights), {}, 3e-3)
+        yield Case(f"enter {tokens}", enter, (streams, output, before, weights), {"restates": True}, 3e-3)
         yield Case(
             f"enter {tokens}, invariant", enter, (streams, output, before, weights), {"is_invariant": True}, 3e-3
         )

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from bench.gpu_time import machine, yardsticks
-from bench.gpu_v41_attention import poisoned
+from bench.gpu_v41_attention import Way as Setting
+from bench.gpu_v41_attention import in_force, poisoned
 from bench.gpu_v41_cases import HIDDEN, O_LORA, Q_LORA, WIDTH
 from bench.gpu_v41_expert_work import noise
 from bench.gpu_v41_ways import (
@@ -72,7 +73,8 @@ AS_THREE = tuple(
 )
 """Products of as many tiles and turns as these cut in three along their columns: what that takes, without adding up."""
 _OURS_TOLERANCE = 2.4e-3
-"""Relative L2 at most, where ours may be used: the fp4 experts' kernel is as near."""
+"""Relative L2 at most, where ours is used: the fp4 experts' kernel is as near."""
+_BY_THE_LIBRARY: Setting = {(gpu_dense_fp8, "is_worth"): lambda *_: False}
 
 
 def dense() -> None:
@@ -154,17 +156,16 @@ def time_beside(shape: Dense, tokens: int, *, is_ours: bool) -> None:
         library_fp8(what, x, matrices, exact, counted, flops)
         return
     rows, is_worth = span_rows(x), gpu_dense_fp8.is_worth(x, shape.out)
-    for cut in (gpu_dense_fp8.CUT, gpu_dense_fp8.Cut(stages=3)) if is_worth else (gpu_dense_fp8.CUT,):
-        name = f"ours, {cut.stages} stages"
-        calls = [partial(_own, rows, each, cut) for each in matrices]
-        with poisoned():
-            say("written", what=what, way=name, passed=bool(calls[0]().isfinite().all()))
-        tolerance = _OURS_TOLERANCE if is_worth else PLAIN_TOLERANCE
-        measure(what, Way(name, calls, exact, counted, tolerance), flops, num_bytes)
+    name = "ours, in use" if is_worth else "ours"
+    calls = [partial(_own, rows, each) for each in matrices]
+    with poisoned():
+        say("written", what=what, way=name, passed=bool(calls[0]().isfinite().all()))
+    tolerance = _OURS_TOLERANCE if is_worth else PLAIN_TOLERANCE
+    measure(what, Way(name, calls, exact, counted, tolerance), flops, num_bytes)
 
 
-def _own(x: SpanRows, matrix: RowScaled, cut: gpu_dense_fp8.Cut) -> Tensor:
-    return gpu_dense_fp8.multiply(x.data, x.scale[0], matrix.data[0], matrix.scale[0], cut=cut)
+def _own(x: SpanRows, matrix: RowScaled) -> Tensor:
+    return gpu_dense_fp8.multiply(x.data, x.scale[0], matrix.data[0], matrix.scale[0])
 
 
 def _by_groups(x: Tensor, matrices: Tensor) -> Tensor:
@@ -179,10 +180,11 @@ def _stored(shape: Dense) -> Tensor:
 
 
 def library_fp8(what: str, x: Tensor, eighths: list[RowScaled], exact: Tensor, counted: Tensor, flops: float) -> None:
-    """The library's scaled product."""
+    """The library's scaled product, whichever is in use."""
     rows = span_rows(x)
     calls: list[Callable[[], Tensor]] = [partial(product, rows, each) for each in eighths]
-    measure(what, Way("library fp8, a scale a row", calls, exact, counted), flops)
+    with in_force(_BY_THE_LIBRARY):
+        measure(what, Way("library fp8, a scale a row", calls, exact, counted), flops)
 
 
 def main() -> None:

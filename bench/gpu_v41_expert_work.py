@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from bench.gpu_v41_cases import HIDDEN, LIMIT, WIDTH
-from kernels.ops.gpu_fp8 import RowScaled, SpanRows, gathered, grouped_product, span_rows, swiglu_rows
+from kernels.ops.gpu_fp8 import RowScaled, SpanRows, gathered, grouped_product, span_rows
 from kernels.ops.gpu_grouped import Format, Groups, Tile, Weights, multiply, multiply_gated
 from kernels.ops.gpu_grouped_unpack import Packed, powers_of
+from kernels.ops.gpu_swiglu_rows import swiglu_rows
 
 if TYPE_CHECKING:
     from bench.gpu_v41_work import Builder

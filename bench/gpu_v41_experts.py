@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from bench.gpu_time import machine, yardsticks
-from bench.gpu_v41_attention import Way as Setting
-from bench.gpu_v41_attention import in_force, poisoned
+from bench.gpu_v41_attention import poisoned
 from bench.gpu_v41_cases import HIDDEN, LIMIT, TOP_K, WIDTH
 from bench.gpu_v41_dense import dense
 from bench.gpu_v41_expert_work import noise, random_weights
@@ -53,16 +52,23 @@ GATED_TOLERANCE = 1.2e-2
 """Relative L2 at most: what ends in fp8 has roundings that a last bit of bf16 decides."""
 CUTS = ((Cut(64, 128, 4, 4), 128), (CUT, DEEP))
 E4M3 = torch.float8_e4m3fn
-_STAYS: Setting = {(gpu_grouped_packed, "MOST_ROUNDS"): 1 << 20}
-PACKED: dict[str, tuple[Setting, gpu_grouped_packed.Cut]] = {
-    "fp4 in registers": ({}, gpu_grouped_packed.CUT),
-    "fp4 in registers, programs stay": (_STAYS, gpu_grouped_packed.CUT),
-    "fp4 in registers, programs stay, scales ahead": (_STAYS, replace(gpu_grouped_packed.CUT, scales_ahead=True)),
-    "fp4 in registers, programs stay, 5 stages": (_STAYS, replace(gpu_grouped_packed.CUT, stages=5)),
+_POWERS = replace(gpu_grouped_packed.CUT, widths=(64, 128, 256), sharing_rounds=0)
+_TO_240 = replace(_POWERS, widths=(64, 128, 192, 224, 240, 256))
+_SIXTEENTHS = (64, 128, 160, 176, 192, 208, 224, 240, 256)
+PACKED: dict[str, gpu_grouped_packed.Cut] = {
+    "fp4 in registers, powers of two": _POWERS,
+    "fp4 in registers": gpu_grouped_packed.CUT,
+    "fp4 in registers, 192 and 224": replace(_POWERS, widths=(64, 128, 192, 224, 256)),
+    "fp4 in registers, 192 to 240": _TO_240,
+    "fp4 in registers, 192 to 240, 3 stages": replace(_TO_240, stages=3),
+    "fp4 in registers, 192 to 288, 3 stages": replace(_TO_240, widths=(*_TO_240.widths, 288), stages=3),
+    "fp4 in registers, every sixteenth": replace(_POWERS, widths=_SIXTEENTHS),
+    "fp4 in registers, powers of two, shared": replace(_POWERS, sharing_rounds=4),
+    "fp4 in registers, 192 to 240, shared": replace(_TO_240, sharing_rounds=4),
 }
-"""What each sets, and how it cuts. All must give the first one's bits."""
-FIRST_TWO = tuple(PACKED)[:2]
-"""For a short run: compiling takes most of it."""
+"""How each cuts: the rows of its tiles, and whether a last round's are shared. All must give the first one's bits."""
+FIRST_SIX = tuple(PACKED)[:6]
+"""For a long run."""
 FEW = 48
 """Rows of a rank's experts when few requests decode."""
 
@@ -180,19 +186,15 @@ def in_registers(
     """fp4 that becomes e4m3 on its way to the units."""
     counted, calls_by = torch.arange(len(exact), device="cuda"), packed_calls(x, own, packed)
     for name in names:
-        setting, calls = calls_by[name]
-        with in_force(setting):
-            measure(what, Way(name, calls, exact, counted, 4e-3), flops)
+        measure(what, Way(name, calls_by[name], exact, counted, 4e-3), flops)
 
 
-def packed_calls(
-    x: Tensor, own: Groups, packed: list[Weights]
-) -> dict[str, tuple[Setting, list[Callable[[], Tensor]]]]:
+def packed_calls(x: Tensor, own: Groups, packed: list[Weights]) -> dict[str, list[Callable[[], Tensor]]]:
     """The same on each of the matrices, by each way."""
     rows, matrices = gathered(span_rows(x), own.sources, turns=True), [(each, powers_of(each)) for each in packed]
     return {
-        name: (setting, [partial(gpu_grouped_packed.multiply, rows, *each, own.ends, cut=cut) for each in matrices])
-        for name, (setting, cut) in PACKED.items()
+        name: [partial(gpu_grouped_packed.multiply, rows, *each, own.ends, cut=cut) for each in matrices]
+        for name, cut in PACKED.items()
     }
 
 
@@ -200,10 +202,9 @@ def same_bits(what: str, x: Tensor, own: Groups, packed: list[Weights], names: t
     """Of all rows, as the first way made them, in memory that was poisoned."""
     first, end, calls_by = None, int(own.ends[-1]), packed_calls(x, own, packed)
     for name in names:
-        setting, calls = calls_by[name]
         try:
-            with in_force(setting), poisoned():
-                made = calls[0]()[:end].clone()
+            with poisoned():
+                made = calls_by[name][0]()[:end].clone()
             first = made if first is None else first
             same, finite = torch.equal(first, made), bool(made.isfinite().all())
             say("bits", what=what, way=name, same=same, finite=finite, passed=same and finite)
@@ -217,7 +218,7 @@ def packed_alone() -> None:
     for name, shape in (("decode", decode_shape()), ("decode, few rows,", few), ("prefill", prefill_shape())):
         groups, straight = routed(shape)
         for half, size, out, own in (("up", HIDDEN, 2 * WIDTH, groups), ("down", WIDTH, HIDDEN, straight)):
-            what, names = f"{name} {half}", FIRST_TWO if shape.is_prefill else tuple(PACKED)
+            what, names = f"{name} {half}", FIRST_SIX if shape.is_prefill else tuple(PACKED)
             x = round_fp8(noise(shape.rows // (TOP_K if shape.is_prefill and half == "up" else 1), size))
             matrices = [random_weights("fp4", shape.experts, out, size) for _ in range(shape.copies)]
             exact = exact_products(x, matrices[0], own, range(min(shape.experts, 8)))

@@ -174,8 +174,7 @@ def random_drafter(config: V41Config, device: torch.device, *, ranks: int, is_in
     """One GPU's share."""
     placement = one_rank_of(replace(config, moe=config.drafter.moe), ranks)
     tensors = RandomTensors(config, device)
-    experts: ExpertFormat = "fp8" if is_invariant else "fp4"
-    loader = DrafterLoader(config, tensors, device, experts=experts, placement=placement, is_invariant=is_invariant)
+    loader = DrafterLoader(config, tensors, device, experts="fp4", placement=placement, is_invariant=is_invariant)
     return loader.load_drafter()
 
 

@@ -1,10 +1,11 @@
-"""What do V4.1's ways to move a whole row at once save, kernel by kernel, and do they make the same?
+"""How fast are V4.1's kernels that move a whole row at once on this GPU, and do they make the same as others?
 
     python -m bench.gpu_v41_rows_at_once                # seconds: no weights
     python -m bench.gpu_v41_rows_at_once --only chosen
 
-Each part of a step as it is and by its way, in a graph, inputs rotated past the L2; outputs are poisoned first, and
-compared. One JSON line for each; a way that fails does not hide the others. Whole steps: `bench.gpu_v41_step_ways`.
+Each kernel beside its floor, in a graph, inputs rotated past the L2; outputs are poisoned first, and compared with
+those of the kernels that take rows of any length. One JSON line for each; one that fails does not hide the others.
+Whole steps: `bench.gpu_v41_step_ways`.
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ from torch import Tensor
 
 from bench.gpu_time import graph_seconds, machine, yardsticks
 from bench.gpu_v41 import difference
-from bench.gpu_v41_attention import Way, in_force, poisoned
+from bench.gpu_v41_attention import poisoned
 from bench.gpu_v41_cases import HIDDEN, LIMIT, TOP_ENTRIES, TOP_K, WIDTH
-from kernels.ops import gpu_hyper, gpu_index, gpu_placed_rows, gpu_swiglu_rows
+from kernels.ops import gpu_fp8
 from kernels.ops.gpu_fp8 import SpanRows, gathered, span_rows
+from kernels.ops.gpu_grouped import Groups
 from kernels.ops.gpu_hyper import MixingWeights, enter, split_weight
-from kernels.ops.gpu_index import select
+from kernels.ops.gpu_index import select, select_by_counting
 from kernels.ops.gpu_moe import group
+from kernels.ops.gpu_placed_rows import place_rows
 from kernels.ops.gpu_swiglu_rows import swiglu_rows
 from kernels.ops.hyper import Coefficients
 
@@ -40,6 +43,7 @@ TOKENS, CHUNK, HERE = 256, 16_384, 7
 _NEAR = 3e-3
 """Relative L2 of what rounds otherwise."""
 _CALLS = 24
+Made = Callable[[], list[Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +51,9 @@ class Part:
     """One part of a step."""
 
     name: str
-    way: Way
-    calls: Sequence[Callable[[], list[Tensor]]]
+    other: Made
+    """What the first call makes, by other kernels."""
+    calls: Sequence[Made]
     """The same on different inputs; the first is compared."""
     num_bytes: float
     tolerance: float = 0.0
@@ -59,9 +64,8 @@ def noise(*shape: int) -> Tensor:
     return torch.randn(*shape, device=CUDA, dtype=torch.bfloat16)
 
 
-def choices() -> Iterator[Part]:
+def chosen() -> Iterator[Part]:
     """Of what each token sees, in rows as wide as a captured step's; of candidates; of a chunk's."""
-    way: Way = {(gpu_index, "BY_WORDS"): True}
     for name, rows, width, sees, copies in (
         ("65,536", TOKENS, 131_072, 65_536, 1),
         ("131,072", TOKENS, 262_144, 131_072, 1),
@@ -70,12 +74,16 @@ def choices() -> Iterator[Part]:
     ):
         seen = torch.full((rows,), sees, dtype=torch.int32, device=CUDA)
         scores = [noise(rows, width) for _ in range(copies)]
-        calls = [partial(lambda seen, each: [select(each, seen, count=TOP_ENTRIES)], seen, each) for each in scores]
-        yield Part(f"chosen, {name}", way, calls, 2.0 * rows * sees)
+
+        def call(each: Tensor, by: Callable[..., Tensor] = select, seen: Tensor = seen) -> list[Tensor]:
+            return [by(each, seen, count=TOP_ENTRIES)]
+
+        other, calls = partial(call, scores[0], select_by_counting), [partial(call, each) for each in scores]
+        yield Part(f"chosen, {name}", other, calls, 2.0 * rows * sees)
 
 
 def streams() -> Iterator[Part]:
-    """From one sublayer into the next, with the coefficients that a step makes beside."""
+    """From one sublayer into the next, with the coefficients that a step makes beside; invariant otherwise."""
     weights = MixingWeights(
         split_weight(torch.randn(24, 4 * HIDDEN, device=CUDA) * 0.02),
         torch.rand(3, device=CUDA),
@@ -87,16 +95,18 @@ def streams() -> Iterator[Part]:
     )
     for name, tokens, copies in (("decode", TOKENS, 4), ("a chunk", CHUNK, 1)):
         made = Coefficients(*(torch.rand(tokens, *size, device=CUDA) for size in ((4,), (4,), (4, 4))))
-        output = noise(tokens, HIDDEN)
+        output, rows = noise(tokens, HIDDEN), [noise(tokens, 4, HIDDEN) for _ in range(copies)]
 
-        def call(rows: Tensor, made: Coefficients = made, output: Tensor = output) -> list[Tensor]:
-            entered = enter(rows, output, made, weights, restates=True)
+        def call(
+            rows: Tensor, made: Coefficients = made, output: Tensor = output, *, is_invariant: bool = False
+        ) -> list[Tensor]:
+            entered = enter(rows, output, made, weights, restates=True, is_invariant=is_invariant)
             assert entered.restated is not None, "asked for"
             parts = [entered.streams, entered.x, entered.rounded, entered.restated.data, entered.restated.scale]
             return [*parts, entered.made.pre, entered.made.post, entered.made.mix]
 
-        calls = [partial(call, noise(tokens, 4, HIDDEN)) for _ in range(copies)]
-        yield Part(f"streams, {name}", {(gpu_hyper, "BY_ROWS"): True}, calls, 23.0 * HIDDEN * tokens, _NEAR)
+        other, calls = partial(call, rows[0], is_invariant=True), [partial(call, each) for each in rows]
+        yield Part(f"streams, {name}", other, calls, 23.0 * HIDDEN * tokens, _NEAR)
 
 
 def placed() -> Iterator[Part]:
@@ -104,51 +114,53 @@ def placed() -> Iterator[Part]:
     x = span_rows(noise(TOKENS, HIDDEN), rounds=True)
     experts = torch.rand(TOKENS, HERE, device=CUDA).topk(TOP_K, dim=1).indices.int()
 
-    def call() -> list[Tensor]:
-        rows: SpanRows
-        if gpu_placed_rows.IN_ONE:
-            groups, rows = gpu_placed_rows.place_rows(experts, x, num_experts=HERE, turns=True)
-        else:
-            groups = group(experts, num_experts=HERE)
-            rows = gathered(x, groups.sources, turns=True)
+    def parts(groups: Groups, rows: SpanRows) -> list[Tensor]:
         assert groups.places is not None, "sorted ones have places"
         return [groups.ends, groups.sources, groups.targets, groups.places, rows.data, rows.scale]
 
-    yield Part("placed", {(gpu_placed_rows, "IN_ONE"): True}, [call], 1.0 * TOKENS * (1 + TOP_K) * HIDDEN)
+    def other() -> list[Tensor]:
+        groups = group(experts, num_experts=HERE)
+        return parts(groups, gathered(x, groups.sources, turns=True))
+
+    def call() -> list[Tensor]:
+        return parts(*place_rows(experts, x, num_experts=HERE, turns=True))
+
+    yield Part("placed", other, [call], 1.0 * TOKENS * (1 + TOP_K) * HIDDEN)
 
 
 def gated() -> Iterator[Part]:
     """Routed experts' rows, turned and weighed."""
     for name, rows, copies in (("decode", TOKENS * TOP_K, 4), ("a chunk", CHUNK * TOP_K, 1)):
         targets, factors = torch.randperm(rows, device=CUDA).int(), torch.rand(rows, device=CUDA)
+        boths = [noise(rows, 2 * WIDTH) for _ in range(copies)]
 
-        def call(both: Tensor, targets: Tensor = targets, factors: Tensor = factors) -> list[Tensor]:
-            made = swiglu_rows(both, targets, factors, limit=LIMIT, turns=True)
+        def call(
+            both: Tensor,
+            by: Callable[..., SpanRows] = swiglu_rows,
+            targets: Tensor = targets,
+            factors: Tensor = factors,
+        ) -> list[Tensor]:
+            made = by(both, targets, factors, limit=LIMIT, turns=True)
             return [made.data, made.scale]
 
-        calls = [partial(call, noise(rows, 2 * WIDTH)) for _ in range(copies)]
-        yield Part(f"gated, {name}", {(gpu_swiglu_rows, "WHOLE"): True}, calls, 5.0 * rows * WIDTH)
+        other, calls = partial(call, boths[0], gpu_fp8.swiglu_rows), [partial(call, each) for each in boths]
+        yield Part(f"gated, {name}", other, calls, 5.0 * rows * WIDTH)
 
 
 def measure(part: Part, copy_rate: float) -> bool:
-    """As it is and by its way."""
+    """Compare, then time."""
     is_long = part.num_bytes > 1e9
-    calls = [*part.calls] * (2 if is_long else max(_CALLS // len(part.calls), 1))
-    took: dict[str, float] = {}
-    outputs: list[list[Tensor]] = []
-    for name, way in (("as it is", Way()), ("at once", part.way)):
-        with in_force(way):
-            with poisoned():
-                outputs += [[each.clone() for each in part.calls[0]()] for _ in range(1 if name == "as it is" else 2)]
-            took[name] = round(graph_seconds(calls) * 1e6, 1)
-    expected, got, again = outputs
+    with poisoned():
+        expected, got, again = ([each.clone() for each in made()] for made in (part.other, *[part.calls[0]] * 2))
     error = max(difference(a, b) for a, b in zip(expected, got, strict=True))
     same = all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(got, again, strict=True))
-    passed = error <= part.tolerance and same
+    seconds = graph_seconds([*part.calls] * (2 if is_long else max(_CALLS // len(part.calls), 1)))
+    floor, passed = part.num_bytes / copy_rate, error <= part.tolerance and same
     say(
         part.name,
-        us=took,
-        floor_us=round(part.num_bytes / copy_rate * 1e6, 1),
+        us=round(seconds * 1e6, 1),
+        floor_us=round(floor * 1e6, 1),
+        ratio=round(seconds / floor, 2),
         error=error,
         repeats=same,
         passed=passed,
@@ -165,7 +177,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="regular expression")
     wanted, ceilings, passed = re.compile(parser.parse_args().only), yardsticks(), True
     say("machine", machine=machine(), **{name: round(value, 9) for name, value in ceilings.items()})
-    for parts in (choices, streams, placed, gated):
+    for parts in (chosen, streams, placed, gated):
         if not wanted.match(parts.__name__):
             continue
         for part in parts():

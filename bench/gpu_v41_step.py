@@ -47,7 +47,7 @@ from kernels.batch import PENDING, Batch, Row, SamplingParams
 from kernels.executor import Executor
 from kernels.models.gpu.memory import free_bytes
 from kernels.models.gpu.v41.drafter import DrafterWeights
-from kernels.models.gpu.v41.expert_weights import ExpertFormat, in_registers
+from kernels.models.gpu.v41.expert_weights import in_registers
 from kernels.models.gpu.v41.memory import v41_need
 from kernels.models.gpu.v41.model import MOST_SEQUENCES, GpuV41
 from kernels.models.gpu.v41.weights import GpuV41Weights
@@ -134,8 +134,7 @@ def decode(said: Lines, ceilings: Mapping[str, float], *, is_invariant: bool) ->
 def decode_weights(config: V41Config, *, is_invariant: bool) -> GpuV41Weights:
     """Of one rank."""
     placement = one_rank_of(config, RANKS)
-    experts: ExpertFormat = "fp8" if is_invariant else "fp4"  # as the product keeps them on this GPU
-    return random_weights(config, CUDA, experts=experts, placement=placement, is_invariant=is_invariant)
+    return random_weights(config, CUDA, experts="fp4", placement=placement, is_invariant=is_invariant)
 
 
 def decode_model(
@@ -257,7 +256,8 @@ def fitting_layers(free: int, *, is_invariant: bool) -> int:
             num_windows=2,
             num_sequences=MOST_SEQUENCES,
             is_invariant=is_invariant,
-            in_registers=in_registers(config, CUDA, is_invariant=is_invariant),
+            dense_in_fp8=True,
+            in_registers=in_registers(config, CUDA),
         )
         blocks = (1 + shape.tokens // config.block_tokens) * layout.block_bytes
         if need.total + blocks + _DRAWN_BYTES <= free:

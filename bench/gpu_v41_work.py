@@ -39,17 +39,11 @@ from bench.gpu_v41_cases import (
 from bench.gpu_v41_expert_work import CUDA, noise, plain_experts, random_e4m3, restated_experts
 from kernels.models.gpu.v41.step import Products, interleaved
 from kernels.ops.gpu_engram import add_memory, read_rows
-from kernels.ops.gpu_fp8 import (
-    RowScaled,
-    norm_rows,
-    product,
-    span_rows,
-    swiglu_rows,
-)
+from kernels.ops.gpu_fp8 import RowScaled, norm_rows, product, span_rows
 from kernels.ops.gpu_grouped import Format, Tile
 from kernels.ops.gpu_hyper import MixingWeights, enter, leave, split_weight
 from kernels.ops.gpu_index import QUERIES, Keys, locate, score, score_candidates, select
-from kernels.ops.gpu_moe import Placed, combine, group, route
+from kernels.ops.gpu_moe import combine, group
 from kernels.ops.gpu_records import (
     Section,
     compress_entries,
@@ -59,7 +53,9 @@ from kernels.ops.gpu_records import (
     store_ring,
     window_records,
 )
+from kernels.ops.gpu_router import Placed, choose
 from kernels.ops.gpu_sparse import Chosen, Windows, attend
+from kernels.ops.gpu_swiglu_rows import swiglu_rows
 from kernels.ops.hyper import Coefficients
 
 GROUPS = 8
@@ -249,8 +245,8 @@ class Builder:
         tokens, rows = shape.tokens, shape.rows
         self.dense("router", layers, EXPERTS, HIDDEN, fp8=False, fp32_out=True)
         logits, bias = torch.randn(tokens, EXPERTS, device=CUDA), torch.randn(EXPERTS, device=CUDA) * 0.01
-        chosen_by = logits, bias, None, None, Placed(None, torch.zeros(tokens, dtype=torch.int32, device=CUDA))
-        self.add("route", layers, lambda: route(*chosen_by, top_k=TOP_K, scaling=1.5), tokens * (1536 + 48))
+        chosen_by = logits[None], bias, None, None, Placed(None, torch.zeros(tokens, dtype=torch.int32, device=CUDA))
+        self.add("route", layers, lambda: choose(*chosen_by, top_k=TOP_K, scaling=1.5), tokens * (1536 + 48))
         # Of a rank's experts a token mostly wants one; of all experts, six.
         wanted = TOP_K if shape.is_prefill else 1
         experts = torch.rand(rows // wanted, shape.experts, device=CUDA).topk(wanted, dim=1).indices.int()

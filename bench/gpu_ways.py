@@ -2,7 +2,7 @@
 
     python -m bench.gpu_ways            # also: --only choice, --only parts, --only forms
 
-choice: the best entries of rows of scores, by maxima or by counting (kernels/ops/gpu_index.py).  parts: attention's
+choice: the best entries of rows of scores, by words or by counting (kernels/ops/gpu_choice.py).  parts: attention's
 parts of 128 or 256 keys, as a function of batch and context (kernels/ops/gpu_attention.py).  forms: windows and sinks
 against fp64, and what they cost beside plain attention.  About a minute. One JSON line each; every answer is checked
 first, and one of the three that fails does not hide the others.
@@ -21,13 +21,14 @@ import torch
 
 from bench.gpu_check import LLAMA, bf16, error, paged
 from bench.gpu_time import graph_seconds, machine
-from kernels.ops import gpu_index
+from kernels.ops import gpu_choice
 from kernels.ops.gpu_attention import FULL_PROGRAMS, LONG_PART_TOKENS, PART_TOKENS, attend, part_tokens, twin_attend
-from kernels.ops.gpu_index import select
+from kernels.ops.gpu_choice import select_by_words
+from kernels.ops.gpu_index import select, select_by_counting
 
 _CHOICES = ((256, 65_536, 512), (256, 131_072, 512), (256, 16_384, 512), (4096, 8192, 512))
-_CUTS = ((1024, 8), (1024, 16), (2048, 8), (512, 4))
-"""Groups a turn and warps, of the choice by maxima."""
+_CUTS = ((2048, 8), (1024, 8), (1024, 4))
+"""Groups a turn and warps, of the choice by words."""
 _STEPS = ((1, 1024), (1, 8192), (4, 2048), (8, 1024), (8, 8192), (64, 1024), (256, 1024))
 
 
@@ -46,16 +47,16 @@ def time_choices() -> bool:
             seen = torch.arange(width, width - rows, -1, device="cuda").int()
             checked = slice(0, min(rows, 8))
             expected = select(scores[checked].cpu(), seen[checked].cpu(), count=count)
-            ways = {"counting": partial(select, scores, seen, count=count, by_maxima=False)}
-            took = {"counting": graph_seconds([ways["counting"]] * 4)}
-            same = torch.equal(expected, ways["counting"]()[checked].cpu())
-            before = gpu_index.MAXIMA_STEP, gpu_index.MAXIMA_WARPS
+            counting = partial(select_by_counting, scores, seen, count=count)
+            took = {"counting": graph_seconds([counting] * 4)}
+            same = torch.equal(expected, counting()[checked].cpu())
+            before = gpu_choice.STEP, gpu_choice.WARPS
             for cut in _CUTS:
-                gpu_index.MAXIMA_STEP, gpu_index.MAXIMA_WARPS = cut
-                by_maxima = partial(select, scores, seen, count=count, by_maxima=True)
-                same &= torch.equal(ways["counting"](), by_maxima())
-                took[f"maxima, {cut[0]} groups, {cut[1]} warps"] = graph_seconds([by_maxima] * 4)
-            gpu_index.MAXIMA_STEP, gpu_index.MAXIMA_WARPS = before
+                gpu_choice.STEP, gpu_choice.WARPS = cut
+                by_words = partial(select_by_words, scores, seen, count=count)
+                same &= torch.equal(counting(), by_words())
+                took[f"words, {cut[0]} groups, {cut[1]} warps"] = graph_seconds([by_words] * 4)
+            gpu_choice.STEP, gpu_choice.WARPS = before
             micros = {name: round(seconds * 1e6, 1) for name, seconds in took.items()}
             good &= say(way="choice", rows=rows, width=width, count=count, scores=kind, same=same, us=micros)
     return good

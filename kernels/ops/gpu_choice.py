@@ -1,9 +1,14 @@
 """Which scores of a row are the highest, read 16 bytes a thread at a time?
 
-The choice by maxima of `kernels.ops.gpu_index`, the same indices. There, a mask that ends anywhere makes the compiler
-load each score, and each maximum, by itself. Here only whole groups of eight scores are loaded, of which the last one
-that a row sees is put right afterwards; maxima lie in whole turns; and thresholds are sought only between the lowest
-and the highest maximum, which takes five passes where scores are within a factor of eight of each other, not eight.
+A row is read once, and the highest of each eight scores is kept. COUNT groups reach the COUNT-th highest maximum, so
+COUNT keys do: none below it is among the best. Groups above that bound are fewer than COUNT, and of those at it the
+first COUNT hold as many keys of that level as there can be room for: the best are in 2 * COUNT groups, which are few
+enough for registers.
+
+A mask that ends anywhere would make the compiler load each score, and each maximum, by itself. So only whole groups are
+loaded, of which the last one that a row sees is put right afterwards; maxima lie in whole turns. Thresholds are sought
+only between the lowest and the highest maximum, which takes five passes where scores are within a factor of eight of
+each other, not eight.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
@@ -15,19 +20,19 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.ops.gpu_formats import high_bf16, low_bf16
-from kernels.ops.gpu_launch import power_of_two, tiles
+from kernels.ops.gpu_launch import check, power_of_two, tiles
 
 GROUP = 8
 """Scores of which the highest is looked at first: 16 bytes."""
 STEP, WARPS, MOST_REGISTERS = 2048, 8, 128
 """Groups that a turn takes, warps, and registers of a thread: of 256 rows' programs two share a multiprocessor."""
-_MOST_TURNS = 1023
-"""A lane counts its turns in ten bits."""
+_MOST_TURNS, _MOST_CHOSEN = 1023, 1024
+"""A lane counts its turns in ten bits, and has registers for the groups of so many."""
 
 
-def takes(width: int) -> bool:
-    """Whether rows of so many scores are whole groups, and not too many."""
-    return width % GROUP == 0 and tiles(width, GROUP * STEP) <= _MOST_TURNS
+def takes(width: int, count: int) -> bool:
+    """Whether rows of so many scores are whole groups, and neither these nor those to be chosen are too many."""
+    return width % GROUP == 0 and tiles(width, GROUP * STEP) <= _MOST_TURNS and count <= _MOST_CHOSEN
 
 
 def select_by_words(scores: Tensor, seen: Tensor, *, count: int) -> Tensor:
@@ -36,6 +41,7 @@ def select_by_words(scores: Tensor, seen: Tensor, *, count: int) -> Tensor:
     scores: [rows, width] bf16, end to end.  seen: [rows] int32.  Returns [rows, count] int32.
     """
     rows, width = scores.shape
+    check(takes(width, count), f"rows of whole groups, of which at most {_MOST_CHOSEN} are chosen")
     step = min(power_of_two(tiles(width, GROUP)), STEP)
     room = tiles(width, GROUP * step) * step
     out = torch.empty(rows, count, dtype=torch.int32, device=scores.device)
@@ -128,7 +134,6 @@ def _select_by_words_kernel(  # noqa: PLR0915 - one kernel is one function
     GROUP: tl.constexpr,
     STEP: tl.constexpr,
 ) -> None:
-    """Why 2 * COUNT groups hold the best is said where the choice by maxima is."""
     NONE: tl.constexpr = -0x7F0080  # two scores of -inf
     WORDS: tl.constexpr = GROUP // 2
     row = tl.program_id(0).to(tl.int64)

@@ -8,7 +8,7 @@ has a row of activations, or each span of its columns. Where values are restated
 beside them. `restated` says what a matrix lost, so that whoever loads it can keep it in bf16.
 
 The kernels that make rows see whole ones, so they write them restated at once. The library's products sum in fp32
-(`use_fast_accum=False`); which algorithm it takes depends on the number of rows.
+(`use_fast_accum=False`); whether a product is the library's, and by which algorithm, depends on the number of rows.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
@@ -25,13 +25,12 @@ from torch import Tensor
 from kernels.ops import gpu_dense_fp8
 from kernels.ops.gpu_formats import FP8_FLOOR, bf16, e4m3_bits, exponents, fp8_round_trip, power
 from kernels.ops.gpu_launch import check, power_of_two, runs_kernels
+from kernels.ops.gpu_overlap import let_next_start, overlaps
 from kernels.ops.gpu_quant import norm_twin, swiglu_twin
 from kernels.ops.quant import GROUP
 from kernels.ops.quant import fp8_round_trip as fp8_round_trip_twin
 
 _E4M3 = torch.float8_e4m3fn
-OWN_DENSE = False
-"""Whether products that `gpu_dense_fp8` is for are its, which sums with fewer bits than the library: not timed yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,16 +118,21 @@ def row_scaled(matrices: list[Tensor]) -> tuple[RowScaled, float]:
     return made, max(lost for *_, lost in parts)
 
 
-def product(x: SpanRows, matrix: RowScaled) -> Tensor:
-    """Rows under one scale each times one matrix: [rows, in] -> [rows, out] bf16, by the library."""
+def product(x: SpanRows, matrix: RowScaled, *, is_invariant: bool = False, follows_rows: bool = False) -> Tensor:
+    """Rows under one scale each times one matrix: [rows, in] -> [rows, out] bf16.
+
+    By the library, or by `gpu_dense_fp8` where that is faster: of short sums, which its fewer bits leave as near.
+    is_invariant: by `gpu_dense_fp8` always, whose bits of a row do not depend on the others.  follows_rows: as there.
+    """
     check(len(x.scale) == 1 and matrix.experts == 1, "a row has one scale, and a matrix no experts")
     check(not x.is_turned, "the library takes columns in their order")
     if x.data.is_cpu:
         return (x.dense() @ matrix.dense(0).t()).bfloat16()
     if not len(x):
         return torch.empty(0, matrix.out, dtype=torch.bfloat16, device=x.data.device)
-    if OWN_DENSE and gpu_dense_fp8.is_worth(x.data, matrix.out):
-        return gpu_dense_fp8.multiply(x.data, x.scale[0], matrix.data[0], matrix.scale[0])
+    if is_invariant or gpu_dense_fp8.is_worth(x.data, matrix.out):
+        given = x.data, x.scale[0], matrix.data[0], matrix.scale[0]
+        return gpu_dense_fp8.multiply(*given, follows_rows=follows_rows)
     own = x.scale[0].unsqueeze(1)
     return torch._scaled_mm(  # noqa: SLF001 - no public name
         x.data, matrix.data[0].t(), own, matrix.scale, out_dtype=torch.bfloat16, use_fast_accum=False
@@ -219,6 +223,7 @@ def norm_rows(x: Tensor, weight: Tensor, *, eps: float) -> SpanRows:
             eps,
             SIZE=x.shape[1],
             BLOCK=block,
+            LETS_START=overlaps(x),
             num_warps=_warps(block),
         )
     return SpanRows(made.data.view(_E4M3), made.scale)
@@ -390,7 +395,9 @@ def _norm_rows_kernel(
     eps: tl.tensor,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    LETS_START: tl.constexpr,
 ) -> None:
+    let_next_start(LETS_START)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mine = column < SIZE

@@ -26,11 +26,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.ops.gpu_fp8 import SpanRows, grouped_twin
 from kernels.ops.gpu_grouped import Weights
 from kernels.ops.gpu_grouped_unpack import Powers
-from kernels.ops.gpu_launch import check, is_hopper, multiprocessors, power_of_two, runs_kernels, tiles
+from kernels.ops.gpu_launch import check, is_hopper, multiprocessors, power_of_two, runs_kernels
+from kernels.ops.gpu_overlap import early, overlaps
 from kernels.ops.gpu_words import e2m1_halves
 
 _DEPTH = 128
@@ -44,7 +46,10 @@ ONE_LOW, ONE_HIGH = gl.constexpr(0x08080800), gl.constexpr(0x08080808)
 """A power of two more, in each of their bytes."""
 _ROWS = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
 _WORDS = gl.constexpr(gl.NVMMASharedLayout(64, 32, 2))
+_MADE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 _FLAGS = gl.constexpr(mbarrier.MBarrierLayout())
+_PIECES = (256, 128, 64, 32, 16)
+"""Rows of one product of the units."""
 WARPS = 4
 """Of each of the two groups that multiply."""
 
@@ -53,53 +58,64 @@ WARPS = 4
 class Cut:
     """How a program cuts the work."""
 
-    rows: int
-    """At most: of an expert's last rows, a quarter or half of them are multiplied if they are not more."""
+    widths: tuple[int, ...]
+    """Numbers of rows that a program multiplies, ascending: all of the last, or as few as an expert's last rows need.
+
+    Each is a sum of different powers of two from 16 to 256, as the layouts of a product are. The last is one of them,
+    or 256 and one of them: rooms for four turns are of at most 256 rows, for three of 288.
+    """
     stages: int
     registers: int
     """Of a thread that multiplies."""
-    scales_ahead: bool = False
-    """Whether who feeds, where programs stay, has a tile's scales brought into the L2 before they are asked for."""
+    sharing_rounds: int
+    """Up to so many rounds of tiles over the multiprocessors, a last one that is at most half full is of halves or
+    quarters of its tiles' rows, each by a program of its own; 0: never.
+    """
 
 
-CUT = Cut(rows=256, stages=4, registers=232)
-"""Frozen by measurement (docs/performance_v41.md). Programs are one a multiprocessor."""
-MOST_ROUNDS = 0
-"""Up to so many rounds of tiles, programs stay and make one tile after the other; 0: each makes one and ends.
-
-Those that stay feed the next tile while they finish one, and share a last round that is at most half full. Of many
-rounds the hardware's own order is better: tiles differ, and whoever is done first takes the next.
-"""
-OUTS = gl.constexpr(128)
+CUT = Cut(widths=(64, 128, 192, 224, 256), stages=4, registers=232, sharing_rounds=4)
+MANY = Cut(widths=(64, 128, 192, 224, 240, 256, 288), stages=3, registers=232, sharing_rounds=0)
+"""Frozen by measurement (docs/performance_v41.md). Programs are one a multiprocessor. Of many tiles, some experts have
+a few rows more than 256: a tile of 288 spares them another, for which one turn fewer is on its way."""
+_FEW_ROUNDS = 4
+"""Of tiles over the multiprocessors; more are many."""
+_OUTS = 128
+OUTS = gl.constexpr(_OUTS)
 """Rows of a matrix in a program: two groups of four warps multiply half of them each."""
 _FEEDING_REGISTERS = gl.constexpr(24)
-_STAYING_REGISTERS = gl.constexpr(32)
-"""Of a thread that feeds, where it also finds the next tile: 40 would leave too few for the first that multiply."""
 
 
-def multiply(x: SpanRows, weights: Weights, powers: Powers, ends: Tensor, *, cut: Cut = CUT) -> Tensor:
+def multiply(
+    x: SpanRows, weights: Weights, powers: Powers, ends: Tensor, *, cut: Cut | None = None, follows_gate: bool = False
+) -> Tensor:
     """Rows in the order of experts, each times its own's matrix: [positions, in] -> [positions, out] bf16.
 
     x: under one scale a row, turned (`gpu_fp8.gathered` and `swiglu_rows`).  weights: fp4, whose powers are near.
     ends: [experts] int32, position after each expert's last row; what comes behind the last one's is garbage.
+    cut: None is by the number of tiles.  follows_gate: x is what was launched last on this stream, and what that waits
+    for began when ends were there: tiles are found, and their first turns read, while rows are gated.
     """
     check(weights.format == "fp4" and len(x.scale) == 1 and x.is_turned, "matrices are fp4, rows turned, of one scale")
     check(
         x.data.shape[1] == weights.size and len(ends) == weights.experts, "rows are the matrix's, an expert has an end"
     )
     check(weights.out % OUTS.value == 0 and weights.size % _DEPTH == 0, f"a matrix is of {OUTS.value}s by {_DEPTH}s")
+    check(
+        cut is None or _can_be(cut.widths), "widths are sums of powers of two from 16 to 256, ascending, the last one"
+    )
     positions = len(x)
     if not runs_kernels(x.data):
         return grouped_twin(x, weights.out, weights.dense, ends)
     out = torch.empty(positions, weights.out, dtype=torch.bfloat16, device=x.data.device)
     if not positions:
         return out
-    most_tiles = (tiles(positions, cut.rows) + min(weights.experts, positions)) * (weights.out // OUTS.value)
-    staying = _staying(x.data.device, most_tiles)
-    packed_kernel[(staying or most_tiles,)](
-        _boxes(x.data, [cut.rows, _DEPTH], _ROWS.value),
-        _boxes(x.data, [cut.rows // 2, _DEPTH], _ROWS.value),
-        _boxes(x.data, [cut.rows // 4, _DEPTH], _ROWS.value),
+    programs = multiprocessors(x.data.device)
+    if cut is None:
+        cut = CUT if _most_tiles(x, weights, CUT) <= _FEW_ROUNDS * programs else MANY
+    most_tiles, can_overlap = _most_tiles(x, weights, cut), overlaps(x.data)
+    overlap = follows_gate and can_overlap
+    packed_kernel[(most_tiles + (3 * programs // 4 if cut.sharing_rounds else 0),)](
+        *_row_boxes(x.data, cut.widths),
         _boxes(weights.data.view(torch.int32).flatten(0, 1), [OUTS.value // 2, _DEPTH // 8], _WORDS.value),
         x.scale,
         weights.scale,
@@ -111,15 +127,24 @@ def multiply(x: SpanRows, weights: Weights, powers: Powers, ends: Tensor, *, cut
         SIZE=weights.size,
         WIDTH=weights.out,
         EXPERTS=weights.experts,
-        EXPERTS_BLOCK=max(power_of_two(weights.experts), 32 * WARPS),
-        ROWS=cut.rows,
+        EXPERTS_BLOCK=max(power_of_two(weights.experts), 32),
+        WIDTHS=cut.widths,
         STAGES=cut.stages,
         REGISTERS=cut.registers,
-        STAYS=staying > 0,
-        SCALES_AHEAD=cut.scales_ahead,
+        PROGRAMS=programs,
+        SHARING_ROUNDS=cut.sharing_rounds,
+        OVERLAP=overlap,
+        LETS_START=can_overlap,
         num_warps=WARPS,
+        **early(overlap),
     )
     return out
+
+
+def _most_tiles(x: SpanRows, weights: Weights, cut: Cut) -> int:
+    """Of each expert's rows, a tile has at least one."""
+    most = (len(x) + min(weights.experts, len(x)) * (cut.widths[-1] - 1)) // cut.widths[-1]
+    return most * (weights.out // _OUTS)
 
 
 def fits(device: torch.device, *shapes: tuple[int, int]) -> bool:
@@ -128,17 +153,73 @@ def fits(device: torch.device, *shapes: tuple[int, int]) -> bool:
     return is_ours and all(out % OUTS.value == 0 and size % _DEPTH == 0 for out, size in shapes)
 
 
-def _staying(device: torch.device, most_tiles: int) -> int:
-    """Programs that stay; 0: none."""
-    if not MOST_ROUNDS:
-        return 0
-    programs = multiprocessors(device)
-    return programs if tiles(most_tiles, programs) <= MOST_ROUNDS else 0
+def _can_be(widths: tuple[int, ...]) -> bool:
+    """Do layouts of products and boxes have them?"""
+    return bool(
+        widths
+        and list(widths) == sorted(set(widths))
+        and widths[-1] in (*_PIECES, *(256 + piece for piece in _PIECES[1:]))
+        and all(width > 0 and width % _PIECES[-1] == 0 for width in widths)
+    )
+
+
+def _row_boxes(rows: Tensor, widths: tuple[int, ...]) -> list[TensorDescriptor | None]:
+    """Rows as the tensor engine copies them for the pieces of these widths: boxes of 256, 128, 64, 32 and 16."""
+    return [
+        _boxes(rows, [size, _DEPTH], _ROWS.value) if any(width & size for width in widths) else None for size in _PIECES
+    ]
 
 
 def _boxes(matrix: Tensor, box: list[int], layout: gl.NVMMASharedLayout) -> TensorDescriptor:
     """A matrix as the tensor engine copies it."""
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), box, layout)
+
+
+@gluon.constexpr_function
+def _num_pieces(rows: int) -> int:
+    """Powers of two whose sum it is."""
+    return rows.bit_count()
+
+
+@gluon.constexpr_function
+def _piece(rows: int, at: int) -> int:
+    """Rows of one of them, the largest first."""
+    return [1 << bit for bit in range(rows.bit_length() - 1, -1, -1) if rows >> bit & 1][at]
+
+
+@gluon.constexpr_function
+def _before(rows: int, at: int) -> int:
+    """Rows of those that are before it."""
+    size: int = _piece(rows, at)
+    return rows // (2 * size) * (2 * size)
+
+
+@gluon.constexpr_function
+def _rows_past(rows: int) -> int:
+    """How many are past the 256 of the largest piece."""
+    return max(rows - 256, 0)
+
+
+@gluon.constexpr_function
+def _box(rows: int) -> int:
+    """Which of the boxes has so many."""
+    return 9 - rows.bit_length()
+
+
+@gluon.constexpr_function
+def _sums(rows: int) -> gl.NVMMADistributedLayout:
+    """How four warps hold the sums of so many rows."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, rows, 32])
+
+
+@gluon.constexpr_function
+def _count(widths: tuple[int, ...]) -> int:
+    return len(widths)
+
+
+@gluon.constexpr_function
+def _at(widths: tuple[int, ...], index: int) -> int:
+    return widths[index]
 
 
 @gluon.jit
@@ -147,12 +228,30 @@ def _plus(a: gl.tensor, b: gl.tensor) -> gl.tensor:
 
 
 @gluon.jit
-def _tile(
-    ends: gl.tensor, EXPERTS: gl.constexpr, EXPERTS_BLOCK: gl.constexpr, ROWS: gl.constexpr, NUM_OUTS: gl.constexpr
-) -> gl.tuple:
-    """A program's expert (EXPERTS: none), its first row, where the expert's end, and its tile of the matrix.
+def _width(left: gl.tensor, WIDTHS: gl.constexpr) -> gl.tensor:
+    """Which is the least that so many rows need."""
+    which = left * 0
+    for at in gl.static_range(_count(WIDTHS) - 1):
+        which += (left > _at(WIDTHS, at)).to(gl.int32)
+    return which
 
-    Experts one after the other, and in each, tiles of rows next to each other for one tile of its matrix.
+
+@gluon.jit
+def _tile(
+    ends: gl.tensor,
+    EXPERTS: gl.constexpr,
+    EXPERTS_BLOCK: gl.constexpr,
+    ROWS: gl.constexpr,
+    LEAST: gl.constexpr,
+    NUM_OUTS: gl.constexpr,
+    PROGRAMS: gl.constexpr,
+    SHARING_ROUNDS: gl.constexpr,
+) -> gl.tuple:
+    """A program's first row, how many (none: nothing to do), their expert, and its tile of the matrix.
+
+    Experts one after the other, and in each, tiles of rows next to each other for one tile of its matrix. Tiles of a
+    last round that is at most half or a quarter full are cut along their rows: no sum is, so that bits are the same.
+    Up to 32 experts, each warp finds it alone.
     """
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     program = gl.program_id(0)
@@ -161,83 +260,27 @@ def _tile(
     end = gl.load(ends + index, mask=known, other=0)
     begin = gl.load(ends + index - 1, mask=known & (index > 0), other=0)
     row_tiles = gl.where(known, (end - begin + ROWS - 1) // ROWS, 0)
-    last = gl.associative_scan(row_tiles, 0, _plus) * NUM_OUTS
-    expert = gl.sum(((last <= program) & known).to(gl.int32), axis=0)
-    mine = index == expert
+    number, part, halvings = program, program * 0, program * 0
+    if SHARING_ROUNDS:
+        num_tiles = gl.sum(row_tiles, axis=0) * NUM_OUTS
+        rest = gl.where(num_tiles <= SHARING_ROUNDS * PROGRAMS, num_tiles % PROGRAMS, PROGRAMS)
+        late = program - (num_tiles - rest)
+        if late >= 0:
+            halvings += (rest * 2 <= PROGRAMS).to(gl.int32) + (rest * 4 <= PROGRAMS).to(gl.int32)
+            number += (late >> halvings) - late
+            part += late - (late >> halvings << halvings)
+    inside = number - (gl.associative_scan(row_tiles, 0, _plus) - row_tiles) * NUM_OUTS
+    mine = (inside >= 0) & (inside < row_tiles * NUM_OUTS)
+    expert = gl.sum(gl.where(mine, index, 0), axis=0)
     count = gl.sum(gl.where(mine, row_tiles, 0), axis=0)
-    local = program - gl.sum(gl.where(mine, last - row_tiles * NUM_OUTS, 0), axis=0)
+    local = gl.sum(gl.where(mine, inside, 0), axis=0)
     first = gl.sum(gl.where(mine, begin, 0), axis=0)
     stop = gl.sum(gl.where(mine, end, 0), axis=0)
     safe = gl.maximum(count, 1)
-    return expert, first + local % safe * ROWS, stop, local // safe
-
-
-@gluon.jit
-def _row_tiles(ends: gl.tensor, index: gl.tensor, EXPERTS: gl.constexpr, ROWS: gl.constexpr) -> gl.tuple:
-    """Of each of these experts: its first row, its end, and its tiles of rows."""
-    end = gl.load(ends + index, mask=index < EXPERTS, other=0)
-    begin = gl.load(ends + index - 1, mask=(index < EXPERTS) & (index > 0), other=0)
-    return begin, end, gl.where(index < EXPERTS, (end - begin + ROWS - 1) // ROWS, 0)
-
-
-@gluon.jit
-def _plan(ends: gl.tensor, EXPERTS: gl.constexpr, ROWS: gl.constexpr, NUM_OUTS: gl.constexpr) -> gl.tuple:
-    """Of programs that stay: tiles of full rounds, how often each other tile is halved, how many units that makes.
-
-    A last round that is at most half or a quarter full is of halves or quarters of its tiles' rows: the same sums, and
-    no program waits for another's part of one. A lane for an expert, in each warp: none waits for another.
-    """
-    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    lane = gl.arange(0, 32, layout=LINE)
-    row_tiles = gl.zeros([32], gl.int32, LINE)
-    for some in range(0, EXPERTS, 32):
-        row_tiles += _row_tiles(ends, some + lane, EXPERTS, ROWS)[2]
-    num_tiles = gl.sum(row_tiles, axis=0) * NUM_OUTS
-    programs = gl.num_programs(0)
-    rest = num_tiles % programs
-    halvings = (rest * 2 <= programs).to(gl.int32) + (rest * 4 <= programs).to(gl.int32)
-    return num_tiles - rest, halvings, num_tiles - rest + (rest << halvings)
-
-
-@gluon.jit
-def _unit(
-    unit: gl.tensor,
-    plan: gl.tuple,
-    ends: gl.tensor,
-    WIDTH: gl.constexpr,
-    EXPERTS: gl.constexpr,
-    ROWS: gl.constexpr,
-) -> gl.tuple:
-    """A tile's or piece's first row, how many rows (a piece: maybe none), its first of all matrices' and of its own's.
-
-    In the order of `_tile`, the pieces of a tile one after the other.
-    """
-    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    NUM_OUTS: gl.constexpr = WIDTH // OUTS
-    full, halvings, _ = plan
-    late = gl.maximum(unit - full, 0)
-    number = gl.minimum(unit, full) + (late >> halvings)
-    lane = gl.arange(0, 32, layout=LINE)
-    expert = gl.zeros([32], gl.int32, LINE)
-    first, stop, count, local = expert, expert, expert, expert
-    before = number * 0
-    for some in range(0, EXPERTS, 32):
-        begin, end, row_tiles = _row_tiles(ends, some + lane, EXPERTS, ROWS)
-        last = before + gl.associative_scan(row_tiles, 0, _plus)
-        inside = number - (last - row_tiles) * NUM_OUTS
-        mine = (inside >= 0) & (inside < row_tiles * NUM_OUTS)
-        expert = gl.where(mine, some + lane, expert)
-        first = gl.where(mine, begin, first)
-        stop = gl.where(mine, end, stop)
-        count = gl.where(mine, row_tiles, count)
-        local = gl.where(mine, inside, local)
-        before += gl.sum(row_tiles, axis=0)
-    safe = gl.maximum(gl.sum(count, axis=0), 1)
-    inside = gl.sum(local, axis=0)
-    rows = gl.where(unit < full, ROWS, ROWS >> halvings)
-    begin = gl.sum(first, axis=0) + inside % safe * ROWS + (late - (late >> halvings << halvings)) * rows
-    tile = inside // safe * OUTS
-    return begin, gl.minimum(gl.sum(stop, axis=0) - begin, rows), gl.sum(expert, axis=0) * WIDTH + tile, tile
+    first += local % safe * ROWS
+    left = gl.minimum(stop - first, ROWS)
+    rows = gl.maximum((left + (1 << halvings) - 1) >> halvings, LEAST)
+    return first + part * rows, gl.minimum(left - part * rows, rows), expert, local // safe
 
 
 @gluon.jit
@@ -269,64 +312,138 @@ def _operand(first: gl.tensor, last: gl.tensor, operand: gl.constexpr) -> gl.ten
 
 
 @gluon.jit
+def _room(rooms: gl.tuple, slot: gl.tensor, ROWS: gl.constexpr, piece: gl.constexpr) -> gl.tensor:
+    """Where a piece of so many rows lies."""
+    BEFORE: gl.constexpr = _before(ROWS, piece)
+    room = rooms[0] if BEFORE < 256 else rooms[1]
+    return room.index(slot).slice(BEFORE % 256, _piece(ROWS, piece), dim=0)
+
+
+@gluon.jit
+def _copy_matrix(
+    w_boxes: gl.tensor, places: gl.tuple, spot: gl.tuple, turn: gl.tensor, ROWS: gl.constexpr, STAGES: gl.constexpr
+) -> None:
+    """A turn's part of the matrix, of which a flag then waits for the rows' as well."""
+    _, w_smem, full, _, _ = places
+    slot, w_first = turn % STAGES, spot[2]
+    flag, at = full.index(slot), turn * WORDS_A_ROW
+    mbarrier.expect(flag, OUTS * WORDS_A_ROW * 4 + ROWS * DEPTH)
+    tma.async_copy_global_to_shared(w_boxes, [w_first, at], flag, w_smem.index(2 * slot))
+    tma.async_copy_global_to_shared(w_boxes, [w_first + OUTS // 2, at], flag, w_smem.index(2 * slot + 1))
+
+
+@gluon.jit
+def _copy_rows(
+    boxes: gl.tuple, places: gl.tuple, spot: gl.tuple, turn: gl.tensor, ROWS: gl.constexpr, STAGES: gl.constexpr
+) -> None:
+    """A turn's part of the rows, on the matrix's flag."""
+    slot = turn % STAGES
+    for piece in gl.static_range(_num_pieces(ROWS)):
+        box, corner = boxes[_box(_piece(ROWS, piece))], [spot[0] + _before(ROWS, piece), turn * DEPTH]
+        tma.async_copy_global_to_shared(box, corner, places[2].index(slot), _room(places[0], slot, ROWS, piece))
+
+
+@gluon.jit
 def _feed(
     boxes: gl.tuple,
     w_boxes: gl.tensor,
     places: gl.tuple,
-    first: gl.tensor,
-    left: gl.tensor,
-    w_first: gl.tensor,
-    done: gl.tensor,
+    spot: gl.tuple,
     SIZE: gl.constexpr,
-    ROWS: gl.constexpr,
+    WIDTHS: gl.constexpr,
     STAGES: gl.constexpr,
+    OVERLAP: gl.constexpr,
 ) -> None:
-    """Copy what each turn multiplies to where an earlier one is done with, by one warp.
-
-    boxes: of all, half and a quarter of the rows.  left: rows that there are from the first on.
-    done: turns of earlier tiles.
-    """
-    x_smem, w_smem, full, empty = places
-    W_BYTES: gl.constexpr = OUTS * WORDS_A_ROW * 4
+    """Copy what each turn multiplies to where an earlier one is done with, by one warp: the matrix first, from afar."""
+    empty, which = places[3], _width(spot[1], WIDTHS)
+    AHEAD: gl.constexpr = min(STAGES, SIZE // DEPTH) if OVERLAP else 0
+    if OVERLAP:
+        for at in gl.static_range(_count(WIDTHS)):
+            if which == at:
+                for turn in range(AHEAD):
+                    _copy_matrix(w_boxes, places, spot, turn, _at(WIDTHS, at), STAGES)
+        gdc_wait()
     for turn in range(SIZE // DEPTH):
-        past = done + turn
-        slot = past % STAGES
-        if past >= STAGES:
-            mbarrier.wait(empty.index(slot), (past // STAGES - 1) & 1)
-        flag = full.index(slot)
-        x_slot = x_smem.index(slot)
-        if left > ROWS // 2:
-            mbarrier.expect(flag, W_BYTES + ROWS * DEPTH)
-            tma.async_copy_global_to_shared(boxes[0], [first, turn * DEPTH], flag, x_slot)
-        elif left > ROWS // 4:
-            mbarrier.expect(flag, W_BYTES + ROWS // 2 * DEPTH)
-            tma.async_copy_global_to_shared(boxes[1], [first, turn * DEPTH], flag, x_slot.slice(0, ROWS // 2, dim=0))
-        else:
-            mbarrier.expect(flag, W_BYTES + ROWS // 4 * DEPTH)
-            tma.async_copy_global_to_shared(boxes[2], [first, turn * DEPTH], flag, x_slot.slice(0, ROWS // 4, dim=0))
-        at = turn * WORDS_A_ROW
-        tma.async_copy_global_to_shared(w_boxes, [w_first, at], flag, w_smem.index(2 * slot))
-        tma.async_copy_global_to_shared(w_boxes, [w_first + OUTS // 2, at], flag, w_smem.index(2 * slot + 1))
+        if turn >= STAGES:
+            mbarrier.wait(empty.index(turn % STAGES), (turn // STAGES - 1) & 1)
+        for at in gl.static_range(_count(WIDTHS)):
+            if which == at:
+                if not OVERLAP or turn >= AHEAD:
+                    _copy_matrix(w_boxes, places, spot, turn, _at(WIDTHS, at), STAGES)
+                _copy_rows(boxes, places, spot, turn, _at(WIDTHS, at), STAGES)
 
 
 @gluon.jit
-def _multiply(  # noqa: PLR0915 - one pass over the columns
+def _zeros(HALF: gl.constexpr, ROWS: gl.constexpr) -> gl.tuple:
+    """Sums of each piece's rows."""
+    acc: gl.tuple = ()
+    for piece in gl.static_range(_num_pieces(ROWS)):
+        acc += (gl.zeros([HALF, _piece(ROWS, piece)], gl.float32, _sums(_piece(ROWS, piece))),)
+    return acc
+
+
+@gluon.jit
+def _products(
+    words: gl.tuple, x_rooms: gl.tuple, slot: gl.tensor, acc: gl.tuple, COLUMN: gl.constexpr, ROWS: gl.constexpr
+) -> gl.tuple:
+    """One word of every lane times 32 columns of all pieces of rows."""
+    made: gl.tuple = ()
+    for piece in gl.static_range(_num_pieces(ROWS)):
+        operand = _operand(words[0], words[1], gl.DotOperandLayout(0, _sums(_piece(ROWS, piece)), 4))
+        columns = _room(x_rooms, slot, ROWS, piece).slice(COLUMN, 32, dim=1).permute((1, 0))
+        made += (warpgroup_mma(operand, columns, acc[piece], is_async=True),)
+    return made
+
+
+@gluon.jit
+def _row_scales(x_scale: gl.tensor, first: gl.tensor, positions: gl.tensor, ROWS: gl.constexpr) -> gl.tuple:
+    """Of each piece's rows, one or two a thread: asked for before the loop, they take next to no registers in it."""
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    made: gl.tuple = ()
+    for piece in gl.static_range(_num_pieces(ROWS)):
+        row = first + _before(ROWS, piece) + gl.arange(0, _piece(ROWS, piece), layout=LINE)
+        made += (gl.load(x_scale + gl.minimum(row, positions - 1)),)
+    return made
+
+
+@gluon.jit
+def _scaled(acc: gl.tensor, out_scale: gl.tensor, row_scale: gl.tensor, ROWS: gl.constexpr) -> gl.tensor:
+    """Sums of a piece of the rows, as they are stored."""
+    values = acc * gl.convert_layout(out_scale, gl.SliceLayout(1, _sums(ROWS)), assert_trivial=True)[:, None]
+    values *= gl.convert_layout(row_scale, gl.SliceLayout(0, _sums(ROWS)))[None, :]
+    return values.to(gl.bfloat16)
+
+
+@gluon.jit
+def _store(
+    place: gl.tensor, values: gl.tensor, left: gl.tensor, HALF: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr
+) -> None:
+    """So many rows, of which some are the expert's, in 128 bytes each."""
+    STORED: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, STORED))
+    out = gl.arange(0, HALF, layout=gl.SliceLayout(1, STORED))
+    # Rows past the expert's are another's, or none: multiplied, and not stored.
+    gl.store(place + row[None, :] * WIDTH + out[:, None], values.load(STORED), mask=(row < left)[None, :])
+
+
+@gluon.jit
+def _multiply(
     given: gl.tuple,
     places: gl.tuple,
-    first: gl.tensor,
-    left: gl.tensor,
-    w_first: gl.tensor,
-    column_first: gl.tensor,
-    done: gl.tensor,
+    spot: gl.tuple,
     PART: gl.constexpr,
     SIZE: gl.constexpr,
     WIDTH: gl.constexpr,
     ROWS: gl.constexpr,
     STAGES: gl.constexpr,
+    OVERLAP: gl.constexpr,
+    LETS_START: gl.constexpr,
 ) -> None:
     """So many rows times half of a tile of their expert's matrix, by four warps."""
     x_scale, scale, largest, powers, result, positions = given
-    x_smem, w_smem, full, empty = places
+    first, left, w_first, column_first = spot
+    x_rooms, w_smem, full, empty, out_rooms = places
+    NUM: gl.constexpr = _num_pieces(ROWS)
     HALF: gl.constexpr = OUTS // 2
     TURNS: gl.constexpr = SIZE // DEPTH
     # A lane has two rows of the matrix, eight apart, and of each 16 bytes a turn: a word for each product.
@@ -345,9 +462,6 @@ def _multiply(  # noqa: PLR0915 - one pass over the columns
         [HALF, 2, 2],
     )
     HALVES: gl.constexpr = gl.SliceLayout(2, SPREAD)
-    PRODUCTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, PRODUCTS, 4)
-    STORED: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
 
     mine = w_first.to(gl.int64) + PART * HALF
     out = gl.arange(0, HALF, layout=gl.SliceLayout(1, HALVES))
@@ -358,147 +472,72 @@ def _multiply(  # noqa: PLR0915 - one pass over the columns
     scale_place = out[:, None] * (SIZE // 32) + half[None, :]
     low_scale = gl.load(scale_at + scale_place)
     high_scale = gl.load(scale_at + 2 + scale_place)
-    acc = gl.zeros([HALF, ROWS], gl.float32, PRODUCTS)
+    out_scale = gl.load(powers + mine + gl.arange(0, HALF, layout=gl.SliceLayout(1, _sums(_piece(ROWS, 0)))))
+    if OVERLAP:
+        gdc_wait()
+    row_scales = _row_scales(x_scale, first, positions, ROWS)
+    acc = _zeros(HALF, ROWS)
     for turn in range(TURNS):
-        slot = (done + turn) % STAGES
-        mbarrier.wait(full.index(slot), ((done + turn) // STAGES) & 1)
+        slot = turn % STAGES
+        mbarrier.wait(full.index(slot), (turn // STAGES) & 1)
         packed = _by_product(w_smem.index(2 * slot + PART).load(LOADED))
         low, high = low_scale.to(gl.int32) + base[:, None], high_scale.to(gl.int32) + base[:, None]
         low_near, high_near = _spread(LOW + low * ONE_LOW, WORDS), _spread(HIGH + low * ONE_HIGH, WORDS)
         low_far, high_far = _spread(LOW + high * ONE_LOW, WORDS), _spread(HIGH + high * ONE_HIGH, WORDS)
-        x_slot = x_smem.index(slot).slice(0, ROWS, dim=0)
-        # The units multiply what is unpacked while the next is. Each has names of its own: a wait must hold them all.
-        four = gl.convert_layout(packed[0], WORDS, assert_trivial=True)
-        a0, b0 = e2m1_halves(four, low_near, high_near, low_far, high_far)
-        columns = x_slot.slice(0, 32, dim=1).permute((1, 0))
-        acc = warpgroup_mma(_operand(a0, b0, OPERAND), columns, acc, is_async=True)
-        four = gl.convert_layout(packed[1], WORDS, assert_trivial=True)
-        a1, b1 = e2m1_halves(four, low_near, high_near, low_far, high_far)
-        columns = x_slot.slice(32, 32, dim=1).permute((1, 0))
-        acc = warpgroup_mma(_operand(a1, b1, OPERAND), columns, acc, is_async=True)
-        four = gl.convert_layout(packed[2], WORDS, assert_trivial=True)
-        a2, b2 = e2m1_halves(four, low_near, high_near, low_far, high_far)
-        columns = x_slot.slice(64, 32, dim=1).permute((1, 0))
-        acc = warpgroup_mma(_operand(a2, b2, OPERAND), columns, acc, is_async=True)
-        four = gl.convert_layout(packed[3], WORDS, assert_trivial=True)
-        a3, b3 = e2m1_halves(four, low_near, high_near, low_far, high_far)
-        columns = x_slot.slice(96, 32, dim=1).permute((1, 0))
-        acc = warpgroup_mma(_operand(a3, b3, OPERAND), columns, acc, is_async=True)
+        # The units multiply what is unpacked while the next is. A wait must hold them all.
+        held: gl.tuple = ()
+        for word in gl.static_range(4):
+            four = gl.convert_layout(packed[word], WORDS, assert_trivial=True)
+            both = e2m1_halves(four, low_near, high_near, low_far, high_far)
+            acc = _products(both, x_rooms, slot, acc, 32 * word, ROWS)
+            held += both
         later = gl.minimum(turn + 1, TURNS - 1) * 4
         low_scale = gl.load(scale_at + later + scale_place)
         high_scale = gl.load(scale_at + later + 2 + scale_place)
         # The operands' registers are these words'; a wait takes no values of eight bits.
-        acc, a0, b0, a1, b1, a2, b2, a3, b3 = warpgroup_mma_wait(0, deps=[acc, a0, b0, a1, b1, a2, b2, a3, b3])
+        acc = warpgroup_mma_wait(0, deps=acc + held)[:NUM]
         mbarrier.arrive(empty.index(slot), count=1)
-    made_out = gl.arange(0, HALF, layout=gl.SliceLayout(1, PRODUCTS))
-    made_row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, PRODUCTS))
-    acc *= gl.load(powers + mine + made_out)[:, None]
-    acc *= gl.load(x_scale + gl.minimum(first + made_row, positions - 1))[None, :]
-    values = gl.convert_layout(acc.to(gl.bfloat16), STORED)
-    row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, STORED))
-    column = gl.arange(0, HALF, layout=gl.SliceLayout(1, STORED))
+    if LETS_START:
+        gdc_launch_dependents()
+    for piece in gl.static_range(NUM):
+        values = _scaled(acc[piece], out_scale, row_scales[piece], _piece(ROWS, piece))
+        _room(out_rooms, PART, ROWS, piece).permute((1, 0)).store(values)
     place = result + first.to(gl.int64) * WIDTH + column_first + PART * HALF
-    # Rows past the expert's are another's, or none: multiplied, and not stored.
-    gl.store(place + row[None, :] * WIDTH + column[:, None], values, mask=(row < left)[None, :])
+    for piece in gl.static_range(NUM):
+        BEFORE = _before(ROWS, piece)
+        values = _room(out_rooms, PART, ROWS, piece).permute((1, 0))
+        _store(place + BEFORE * WIDTH, values, left - BEFORE, HALF, _piece(ROWS, piece), WIDTH)
 
 
 @gluon.jit
 def _part(
     given: gl.tuple,
     places: gl.tuple,
-    first: gl.tensor,
-    left: gl.tensor,
-    w_first: gl.tensor,
-    column_first: gl.tensor,
-    done: gl.tensor,
+    spot: gl.tuple,
     PART: gl.constexpr,
     SIZE: gl.constexpr,
     WIDTH: gl.constexpr,
-    ROWS: gl.constexpr,
+    WIDTHS: gl.constexpr,
     STAGES: gl.constexpr,
+    OVERLAP: gl.constexpr,
+    LETS_START: gl.constexpr,
 ) -> None:
-    """As many rows as there are, in halves."""
-    if left > ROWS // 2:
-        _multiply(given, places, first, left, w_first, column_first, done, PART, SIZE, WIDTH, ROWS, STAGES)
-    elif left > ROWS // 4:
-        _multiply(given, places, first, left, w_first, column_first, done, PART, SIZE, WIDTH, ROWS // 2, STAGES)
-    else:
-        _multiply(given, places, first, left, w_first, column_first, done, PART, SIZE, WIDTH, ROWS // 4, STAGES)
-
-
-@gluon.jit
-def _stay_and_multiply(
-    given: gl.tuple,
-    places: gl.tuple,
-    ends: gl.tensor,
-    PART: gl.constexpr,
-    SIZE: gl.constexpr,
-    WIDTH: gl.constexpr,
-    EXPERTS: gl.constexpr,
-    ROWS: gl.constexpr,
-    STAGES: gl.constexpr,
-) -> None:
-    """Half of each tile that a program makes."""
-    plan = _plan(ends, EXPERTS, ROWS, WIDTH // OUTS)
-    done = 0
-    for unit in range(gl.program_id(0), plan[2], gl.num_programs(0)):
-        first, left, w_first, column_first = _unit(unit, plan, ends, WIDTH, EXPERTS, ROWS)
-        if left > 0:
-            _part(given, places, first, left, w_first, column_first, done, PART, SIZE, WIDTH, ROWS, STAGES)
-            done += SIZE // DEPTH
-
-
-@gluon.jit
-def bring(at: gl.tensor) -> None:
-    """The 64 bytes at each of these addresses into the L2: in bulk, lanes would ask one after the other."""
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def _bring_scales(given: gl.tuple, w_first: gl.tensor, SIZE: gl.constexpr) -> None:
-    """Of a tile of a matrix, those of groups and of rows."""
-    _, scale, largest, powers, _, _ = given
-    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    PARTS: gl.constexpr = OUTS * SIZE // 32 // 64
-    first = w_first.to(gl.int64)
-    for some in gl.static_range(0, PARTS, 32):
-        bring(scale + first * (SIZE // 32) + gl.minimum(some + lane, PARTS - 1) * 64)
-    bring(powers + first + lane % 8 * 16)
-    bring(largest + first + lane % 2 * 64)
-
-
-@gluon.jit
-def _stay_and_feed(
-    given: gl.tuple,
-    boxes: gl.tuple,
-    w_boxes: gl.tensor,
-    places: gl.tuple,
-    ends: gl.tensor,
-    SIZE: gl.constexpr,
-    WIDTH: gl.constexpr,
-    EXPERTS: gl.constexpr,
-    ROWS: gl.constexpr,
-    STAGES: gl.constexpr,
-    SCALES_AHEAD: gl.constexpr,
-) -> None:
-    """What they multiply, ahead of them into the next tile."""
-    plan = _plan(ends, EXPERTS, ROWS, WIDTH // OUTS)
-    done = 0
-    for unit in range(gl.program_id(0), plan[2], gl.num_programs(0)):
-        first, left, w_first, _ = _unit(unit, plan, ends, WIDTH, EXPERTS, ROWS)
-        if left > 0:
-            if SCALES_AHEAD:
-                _bring_scales(given, w_first, SIZE)
-            _feed(boxes, w_boxes, places, first, left, w_first, done, SIZE, ROWS, STAGES)
-            done += SIZE // DEPTH
+    """As many rows as there are, by the least width that has them."""
+    which = _width(spot[1], WIDTHS)
+    for at in gl.static_range(_count(WIDTHS)):
+        if which == at:
+            _multiply(given, places, spot, PART, SIZE, WIDTH, _at(WIDTHS, at), STAGES, OVERLAP, LETS_START)
 
 
 @gluon.jit
 def _rooms(ROWS: gl.constexpr, STAGES: gl.constexpr) -> gl.tuple:
     """Where turns are copied to, and what says that each is there, or done with."""
-    x_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, ROWS, DEPTH], _ROWS)
+    PAST: gl.constexpr = _rows_past(ROWS)
+    x_rooms: gl.tuple = (gl.allocate_shared_memory(gl.float8e4nv, [STAGES, ROWS - PAST, DEPTH], _ROWS),)
+    out_rooms: gl.tuple = (gl.allocate_shared_memory(gl.bfloat16, [2, ROWS - PAST, OUTS // 2], _MADE),)
+    if PAST:
+        x_rooms += (gl.allocate_shared_memory(gl.float8e4nv, [STAGES, PAST, DEPTH], _ROWS),)
+        out_rooms += (gl.allocate_shared_memory(gl.bfloat16, [2, PAST, OUTS // 2], _MADE),)
     w_smem = gl.allocate_shared_memory(gl.int32, [2 * STAGES, OUTS // 2, WORDS_A_ROW], _WORDS)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], _FLAGS)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], _FLAGS)
@@ -507,14 +546,16 @@ def _rooms(ROWS: gl.constexpr, STAGES: gl.constexpr) -> gl.tuple:
         mbarrier.init(empty.index(stage), count=2)
     fence_async_shared()
     gl.thread_barrier()
-    return x_smem, w_smem, full, empty
+    return x_rooms, w_smem, full, empty, out_rooms
 
 
 @gluon.jit
 def packed_kernel(
-    x_boxes: gl.tensor,
-    half_boxes: gl.tensor,
-    quarter_boxes: gl.tensor,
+    boxes_256: gl.tensor,
+    boxes_128: gl.tensor,
+    boxes_64: gl.tensor,
+    boxes_32: gl.tensor,
+    boxes_16: gl.tensor,
     w_boxes: gl.tensor,
     x_scale: gl.tensor,
     scale: gl.tensor,
@@ -527,39 +568,31 @@ def packed_kernel(
     WIDTH: gl.constexpr,
     EXPERTS: gl.constexpr,
     EXPERTS_BLOCK: gl.constexpr,
-    ROWS: gl.constexpr,
+    WIDTHS: gl.constexpr,
     STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
-    STAYS: gl.constexpr,
-    SCALES_AHEAD: gl.constexpr,
+    PROGRAMS: gl.constexpr,
+    SHARING_ROUNDS: gl.constexpr,
+    OVERLAP: gl.constexpr,
+    LETS_START: gl.constexpr,
 ) -> None:
-    given = (x_scale, scale, largest, powers, result, positions)
-    boxes = (x_boxes, half_boxes, quarter_boxes)
-    if STAYS:
+    ROWS: gl.constexpr = _at(WIDTHS, _count(WIDTHS) - 1)
+    first, left, expert, tile = _tile(
+        ends, EXPERTS, EXPERTS_BLOCK, ROWS, _at(WIDTHS, 0), WIDTH // OUTS, PROGRAMS, SHARING_ROUNDS
+    )
+    if left > 0:
+        boxes = (boxes_256, boxes_128, boxes_64, boxes_32, boxes_16)
+        given = (x_scale, scale, largest, powers, result, positions)
+        spot = (first, left, expert * WIDTH + tile * OUTS, tile * OUTS)
         places = _rooms(ROWS, STAGES)
         gl.warp_specialize(
             [
-                (_stay_and_multiply, (given, places, ends, 0, SIZE, WIDTH, EXPERTS, ROWS, STAGES)),
-                (_stay_and_multiply, (given, places, ends, 1, SIZE, WIDTH, EXPERTS, ROWS, STAGES)),
-                (
-                    _stay_and_feed,
-                    (given, boxes, w_boxes, places, ends, SIZE, WIDTH, EXPERTS, ROWS, STAGES, SCALES_AHEAD),
-                ),
+                (_part, (given, places, spot, 0, SIZE, WIDTH, WIDTHS, STAGES, OVERLAP, LETS_START)),
+                (_part, (given, places, spot, 1, SIZE, WIDTH, WIDTHS, STAGES, OVERLAP, LETS_START)),
+                (_feed, (boxes, w_boxes, places, spot, SIZE, WIDTHS, STAGES, OVERLAP)),
             ],
             [4, 1],
-            [REGISTERS, _STAYING_REGISTERS],
+            [REGISTERS, _FEEDING_REGISTERS],
         )
-    else:
-        expert, first, stop, tile = _tile(ends, EXPERTS, EXPERTS_BLOCK, ROWS, WIDTH // OUTS)
-        if expert < EXPERTS:
-            w_first, column_first, left = expert * WIDTH + tile * OUTS, tile * OUTS, stop - first
-            places = _rooms(ROWS, STAGES)
-            gl.warp_specialize(
-                [
-                    (_part, (given, places, first, left, w_first, column_first, 0, 0, SIZE, WIDTH, ROWS, STAGES)),
-                    (_part, (given, places, first, left, w_first, column_first, 0, 1, SIZE, WIDTH, ROWS, STAGES)),
-                    (_feed, (boxes, w_boxes, places, first, left, w_first, 0, SIZE, ROWS, STAGES)),
-                ],
-                [4, 1],
-                [REGISTERS, _FEEDING_REGISTERS],
-            )
+    elif OVERLAP:
+        gdc_wait()  # a launch whose programs have all waited ends after the one before

@@ -1,16 +1,21 @@
 """How do a token's four streams go from one sublayer into the next, on a GPU, reading them once?
 
 Between two sublayers three things happen to a token: its streams take the output of the one, their mixture enters the
-other, and the other's coefficients are made of them. One kernel does all that goes over the streams, slice by slice of
-the hidden size; a second adds the slices up in their order, runs Sinkhorn's iteration and normalises. The products with
-the fp32 mixing weight are exact in bf16 by cutting the weight in three.
+other, and the other's coefficients are made of them. The products with the fp32 mixing weight are exact in bf16 by
+cutting the weight in three.
+
+One program takes a token's whole row on (`gpu_hyper_rows`), and beside the sublayer that follows the products are made,
+and of them its coefficients by a warp. The products are the library's, or, where a token's bits must not depend on
+others, sums of fixed shares of the columns by our own tiles. For a hidden size of many or odd turns one kernel does all
+that goes over the streams, slice by slice; a second adds the slices up in their order, runs Sinkhorn's iteration and
+normalises.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -20,8 +25,9 @@ from torch import Tensor
 from kernels.ops import gpu_hyper_rows
 from kernels.ops.gpu_beside import Beside
 from kernels.ops.gpu_formats import bf16, dot, fp8_round_trip
-from kernels.ops.gpu_fp8 import SpanRows, as_rows, empty_rows, restated_twin, write_spans
+from kernels.ops.gpu_fp8 import RowScaled, SpanRows, as_rows, empty_rows, restated_twin, span_rows
 from kernels.ops.gpu_launch import check, power_of_two, runs_kernels, tiles
+from kernels.ops.gpu_linear import library_linear, linear_parts
 from kernels.ops.gpu_quant import norm_twin
 from kernels.ops.hyper import COEFFICIENTS, STREAMS, Coefficients, coefficients, collapse, mean_square, update
 from kernels.ops.quant import fp8_round_trip as fp8_round_trip_twin
@@ -32,23 +38,19 @@ SLICE = 128
 """Hidden values that one program goes over; fixed, so that sums have one order."""
 
 
-STEP = 128
-"""Of those, at a time."""
-
-
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How many tokens a program takes, frozen by measurement (docs/performance_v41.md)."""
+    """How much of a slice a program takes, frozen by measurement (docs/performance_v41.md)."""
 
     tokens: int
-    warps: int
+    step: int
+    """Hidden values at a time."""
+    warps: int = 4
 
 
-FEW, MANY, INVARIANT = Cut(tokens=8, warps=4), Cut(tokens=16, warps=4), Cut(tokens=16, warps=4)
-FEW_TOKENS = 2048
-"""Up to so many, programs are many enough only if each is small."""
-BY_ROWS = False
-"""Whether a program takes a token's whole row in the fastest mode (`gpu_hyper_rows`): not before a GPU has timed it."""
+ENTER, LEAVE = Cut(tokens=16, step=64), Cut(tokens=8, step=128)
+_MOST_SHARES, _TURN = 8, 128
+"""Of a token's columns, each summed by programs of its own, and columns of a turn of any tile of `gpu_linear`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,10 @@ class Entered:
     restated: SpanRows | None = None
     """What an fp8 product sees of x once more, under one scale a row; where it was asked for."""
 
+    def seen_by(self, matrix: Tensor | RowScaled) -> Tensor | SpanRows:
+        """What a product with this matrix takes."""
+        return self.rounded if self.restated is None or isinstance(matrix, Tensor) else self.restated
+
 
 def split_weight(weight: Tensor) -> Tensor:
     """[24, 4 * hidden] fp32 -> [3, ROWS, 4 * hidden] bf16 parts: 24 bits of every value."""
@@ -108,11 +114,10 @@ def enter(
 
     streams: [tokens, 4, hidden] bf16, as the sublayer before met them.  output: [tokens, hidden] bf16, of that one, or
     None where the streams are what enters (the first layer, and after n-gram memory).  before: its coefficients; of
-    them only `pre` counts without an output.  pre: instead of that one's.  is_invariant: make the products slice by
-    slice, so that a token's bits do not depend on how many there are; else by the library, several times as fast.
-    restates: write the input under one scale a row, too.  beside: where the library's products and this sublayer's own
-    coefficients are made, which nobody asks for before the sublayer ends; what it still does is waited for first, and
-    `made` must not be read before it has joined.
+    them only `pre` counts without an output.  pre: instead of that one's.  is_invariant: make the products so that a
+    token's bits do not depend on how many there are; else by the library.  restates: write the input under one scale a
+    row, too.  beside: where the products and this sublayer's own coefficients are made, which nobody asks for before
+    the sublayer ends; what it still does is waited for first, and `made` must not be read before it has joined.
     """
     tokens, _, hidden = streams.shape
     check(streams.dtype == torch.bfloat16 and streams.is_contiguous(), "streams are bf16, end to end")
@@ -122,22 +127,15 @@ def enter(
         return _enter_twin(streams, output, before, weights, mixed_by, restates=restates)
     if beside is not None:
         beside.join()
-    if BY_ROWS and not is_invariant and gpu_hyper_rows.takes(hidden):
-        return _enter_by_rows(streams, output, before, weights, mixed_by, restates=restates, beside=beside)
+    if gpu_hyper_rows.takes(hidden):
+        given = streams, output, before, weights, mixed_by
+        return _enter_by_rows(*given, is_invariant=is_invariant, restates=restates, beside=beside)
     after = streams if output is None else torch.empty_like(streams)
     mixed = torch.empty(tokens, hidden, dtype=streams.dtype, device=streams.device)
-    sums, squares = _go_over(
-        streams, output, before, mixed_by, weights.parts, after=after, mixed=mixed, is_invariant=is_invariant
-    )
-    entered = _room(after, restates=restates)
-    if beside is None or is_invariant:
-        made = sums if is_invariant else _library_sums(after, weights.parts)
-        _finish(entered, mixed, made, squares, weights)
-        return entered
-    with beside.begun(after, squares):
-        _finish(entered, mixed, _library_sums(after, weights.parts), squares, weights, enters=False)
-    _finish(entered, mixed, entered.made.pre.unsqueeze(0), squares, weights, mixes=False)
-    return entered
+    sums, squares = _go_over(streams, output, before, mixed_by, weights.parts, after=after, mixed=mixed)
+    entered = _room(after, restates=False)
+    _finish(entered, mixed, sums.unsqueeze(2), squares, weights)
+    return replace(entered, restated=span_rows(entered.rounded)) if restates else entered
 
 
 def _enter_by_rows(
@@ -147,6 +145,7 @@ def _enter_by_rows(
     weights: MixingWeights,
     mixed_by: Tensor,
     *,
+    is_invariant: bool,
     restates: bool,
     beside: Beside | None,
 ) -> Entered:
@@ -166,7 +165,8 @@ def _enter_by_rows(
         restated=entered.restated,
     )
     with nullcontext() if beside is None else beside.begun(after, squares):
-        _finish(entered, entered.x, _library_sums(after, weights.parts), squares, weights, enters=False)
+        sums = _own_sums(after, weights.parts) if is_invariant else _library_sums(after, weights.parts)
+        _finish(entered, entered.x, sums, squares, weights, enters=False)
     return entered
 
 
@@ -179,19 +179,17 @@ def _go_over(
     *,
     after: Tensor,
     mixed: Tensor,
-    is_invariant: bool,
 ) -> tuple[Tensor, Tensor]:
     """Write the streams after the update (`after`) and their mixture (`mixed`).
 
-    Returns parts of the products with the weight, [slices, tokens, ROWS] fp32, if they are made here (is_invariant),
-    and the squares of streams and of their mixture, [slices, tokens, 2] fp32.
+    Returns parts of the products with the weight, [slices, tokens, ROWS] fp32, and the squares of streams and of their
+    mixture, [slices, tokens, 2] fp32.
     """
     tokens, hidden = mixed.shape
     slices = tiles(hidden, SLICE)
     squares = torch.empty(slices, tokens, 2, dtype=torch.float32, device=streams.device)
-    sums = torch.empty(slices if is_invariant else 0, tokens, ROWS, dtype=torch.float32, device=streams.device)
-    cut = INVARIANT if is_invariant else FEW if tokens <= FEW_TOKENS else MANY
-    _slice_kernel[(tiles(tokens, cut.tokens), slices)](
+    sums = torch.empty(slices, tokens, ROWS, dtype=torch.float32, device=streams.device)
+    _slice_kernel[(tiles(tokens, ENTER.tokens), slices)](
         streams,
         streams if output is None else output,
         before.post,
@@ -206,12 +204,11 @@ def _go_over(
         HIDDEN=hidden,
         UPDATE=output is not None,
         ENTER=True,
-        PRODUCT=is_invariant,
-        TOKENS=cut.tokens,
+        TOKENS=ENTER.tokens,
         SLICE=SLICE,
-        STEP=min(STEP // 2 if is_invariant else STEP, SLICE),
+        STEP=min(ENTER.step, SLICE),
         COUNT=ROWS,
-        num_warps=cut.warps,
+        num_warps=ENTER.warps,
         num_stages=1,
     )
     return sums, squares
@@ -233,13 +230,11 @@ def _finish(
     squares: Tensor,
     weights: MixingWeights,
     *,
-    mixes: bool = True,
     enters: bool = True,
 ) -> None:
-    """Write coefficients of sums (mixes), and the mixture normalised (enters)."""
+    """Write coefficients of sums, [shares, tokens, pieces, ROWS], and the mixture normalised (enters)."""
     tokens, hidden = mixed.shape
-    made, room = entered.made, entered.restated
-    block = power_of_two(hidden)
+    made, block = entered.made, power_of_two(hidden)
     _finish_kernel[(tokens,)](
         sums,
         squares,
@@ -252,33 +247,35 @@ def _finish(
         made.mix,
         entered.x,
         entered.rounded,
-        entered.x if room is None else room.data.view(torch.uint8),
-        entered.x if room is None else room.scale,
         tokens,
         weights.eps,
         weights.hc_eps,
         HIDDEN=hidden,
         SLICES=len(squares),
         SLICES_BLOCK=power_of_two(len(squares)),
-        SUMS=len(sums),
-        SUMS_BLOCK=power_of_two(len(sums)),
-        SUM_STRIDE=sums.stride(0),
+        SUMS=len(sums) * sums.shape[2],
+        SUMS_BLOCK=power_of_two(len(sums) * sums.shape[2]),
+        PIECES=sums.shape[2],
         TOKEN_STRIDE=sums.stride(1),
         ITERATIONS=weights.iterations,
-        RESTATES=room is not None,
-        MIXES=mixes,
         ENTERS=enters,
         BLOCK=block,
         # Coefficients alone are a warp's work, and leave the other warps' places to the sublayer.
-        num_warps=1 if BY_ROWS and not enters else min(max(block // 1024, 1), 8),
+        num_warps=min(max(block // 1024, 1), 8) if enters else 1,
     )
 
 
 def _library_sums(streams: Tensor, parts: Tensor) -> Tensor:
-    """Products with each part of a weight: [tokens, 4, hidden] -> [3, tokens, ROWS] fp32, a view."""
-    rows, columns = streams.flatten(1), parts.flatten(0, 1).t()
-    made = torch.mm(rows, columns, out_dtype=torch.float32) if rows.is_cuda else rows.float() @ columns.float()
-    return made.view(len(streams), 3, ROWS).transpose(0, 1)
+    """Products with each part of a weight: [tokens, 4, hidden] -> [1, tokens, 3, ROWS] fp32."""
+    return library_linear(streams.flatten(1), parts.flatten(0, 1), wide=True).view(1, len(streams), 3, ROWS)
+
+
+def _own_sums(streams: Tensor, parts: Tensor) -> Tensor:
+    """The same, a token's in the same bits whatever the others: [shares, tokens, 3, ROWS] fp32."""
+    rows = streams.flatten(1)
+    # Shares of whole turns of every tile: else where they end would depend on the number of rows.
+    shares = next((each for each in range(_MOST_SHARES, 1, -1) if rows.shape[1] % (each * _TURN) == 0), 1)
+    return linear_parts(rows, parts.flatten(0, 1), parts=shares).view(-1, len(streams), 3, ROWS)
 
 
 def leave(streams: Tensor, output: Tensor, made: Coefficients) -> Tensor:
@@ -288,7 +285,7 @@ def leave(streams: Tensor, output: Tensor, made: Coefficients) -> Tensor:
     if not runs_kernels(streams):
         return update(streams.float(), output.float(), made).bfloat16()
     after = torch.empty_like(streams)
-    _slice_kernel[(tiles(tokens, FEW.tokens), tiles(hidden, SLICE))](
+    _slice_kernel[(tiles(tokens, LEAVE.tokens), tiles(hidden, SLICE))](
         streams,
         output,
         made.post,
@@ -303,12 +300,11 @@ def leave(streams: Tensor, output: Tensor, made: Coefficients) -> Tensor:
         HIDDEN=hidden,
         UPDATE=True,
         ENTER=False,
-        PRODUCT=False,
-        TOKENS=FEW.tokens,
+        TOKENS=LEAVE.tokens,
         SLICE=SLICE,
-        STEP=min(STEP, SLICE),
+        STEP=min(LEAVE.step, SLICE),
         COUNT=ROWS,
-        num_warps=FEW.warps,
+        num_warps=LEAVE.warps,
         num_stages=1,
     )
     return after
@@ -343,7 +339,7 @@ def _enter_twin(
 
 
 @triton.jit
-def _slice_kernel(  # noqa: C901 - the branches are choices at compile time
+def _slice_kernel(
     streams: tl.tensor,
     output: tl.tensor,
     post: tl.tensor,
@@ -358,7 +354,6 @@ def _slice_kernel(  # noqa: C901 - the branches are choices at compile time
     HIDDEN: tl.constexpr,
     UPDATE: tl.constexpr,
     ENTER: tl.constexpr,
-    PRODUCT: tl.constexpr,
     TOKENS: tl.constexpr,
     SLICE: tl.constexpr,
     STEP: tl.constexpr,
@@ -399,7 +394,6 @@ def _slice_kernel(  # noqa: C901 - the branches are choices at compile time
             if ENTER:
                 total += values * tl.load(pre + token * 4 + stream, mask=is_token, other=0.0)[:, None]
                 square += tl.sum(values * values, axis=1)
-            if PRODUCT:
                 for piece in tl.static_range(3):
                     weight = (piece * COUNT + count)[None, :] * (4 * HIDDEN) + stream * HIDDEN + column[:, None]
                     acc = dot(values, tl.load(parts + weight, mask=(column < HIDDEN)[:, None], other=0.0), acc)
@@ -408,9 +402,8 @@ def _slice_kernel(  # noqa: C901 - the branches are choices at compile time
             mixed_square += tl.sum(total * total, axis=1)
             tl.store(mixed + token[:, None] * HIDDEN + column[None, :], total.to(tl.bfloat16), mask=mine)
     row = part * tokens + token
-    if PRODUCT:
-        tl.store(sums + row[:, None] * COUNT + count[None, :], acc, mask=is_token[:, None])
     if ENTER:
+        tl.store(sums + row[:, None] * COUNT + count[None, :], acc, mask=is_token[:, None])
         tl.store(squares + row * 2, square, mask=is_token)
         tl.store(squares + row * 2 + 1, mixed_square, mask=is_token)
 
@@ -428,8 +421,6 @@ def _finish_kernel(
     mix: tl.tensor,
     x: tl.tensor,
     rounded: tl.tensor,
-    data: tl.tensor,
-    row_scale: tl.tensor,
     tokens: tl.tensor,
     eps: tl.tensor,
     hc_eps: tl.tensor,
@@ -438,11 +429,9 @@ def _finish_kernel(
     SLICES_BLOCK: tl.constexpr,
     SUMS: tl.constexpr,
     SUMS_BLOCK: tl.constexpr,
-    SUM_STRIDE: tl.constexpr,
+    PIECES: tl.constexpr,
     TOKEN_STRIDE: tl.constexpr,
     ITERATIONS: tl.constexpr,
-    RESTATES: tl.constexpr,
-    MIXES: tl.constexpr,
     ENTERS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -451,32 +440,32 @@ def _finish_kernel(
     is_part = part < SLICES
     four = tl.arange(0, 4)
     row = part * tokens + token
-    if MIXES:
-        square = tl.sum(tl.load(squares + row * 2, mask=is_part, other=0.0), axis=0)
+    square = tl.sum(tl.load(squares + row * 2, mask=is_part, other=0.0), axis=0)
     if ENTERS:
         mixed_square = tl.sum(tl.load(squares + row * 2 + 1, mask=is_part, other=0.0), axis=0)
-    if MIXES:
-        length = tl.sqrt_rn(square / (4 * HIDDEN) + eps)
-        piece = tl.arange(0, SUMS_BLOCK)
-        is_piece = piece < SUMS
-        start = piece[:, None] * SUM_STRIDE + token * TOKEN_STRIDE + four[None, :]
-        raw_pre = tl.sum(tl.load(sums + start, mask=is_piece[:, None], other=0.0), axis=0)
-        raw_post = tl.sum(tl.load(sums + start + 4, mask=is_piece[:, None], other=0.0), axis=0)
-        place = four[:, None] * 4 + four[None, :]
-        cells = piece[:, None, None] * SUM_STRIDE + token * TOKEN_STRIDE + 8 + place[None, :, :]
-        raw_mix = tl.sum(tl.load(sums + cells, mask=is_piece[:, None, None], other=0.0), axis=0)
-        raw_pre = raw_pre / length * tl.load(scale) + tl.load(base + four)
-        raw_post = raw_post / length * tl.load(scale + 1) + tl.load(base + 4 + four)
-        raw_mix = raw_mix / length * tl.load(scale + 2) + tl.load(base + 8 + place)
-        tl.store(pre + token * 4 + four, 1.0 / (1.0 + tl.exp(-raw_pre)) + hc_eps)
-        tl.store(post + token * 4 + four, 2.0 / (1.0 + tl.exp(-raw_post)))
-        powers = tl.exp(raw_mix - tl.max(raw_mix, axis=1)[:, None])
-        matrix = powers / tl.sum(powers, axis=1)[:, None] + hc_eps
+    length = tl.sqrt_rn(square / (4 * HIDDEN) + eps)
+    piece = tl.arange(0, SUMS_BLOCK)
+    is_piece = piece < SUMS
+    # Shares of a sum lie one behind the other, each with as many pieces of every token.
+    first = (piece // PIECES) * (tokens * TOKEN_STRIDE) + (piece % PIECES) * 32 + token * TOKEN_STRIDE
+    start = first[:, None] + four[None, :]
+    raw_pre = tl.sum(tl.load(sums + start, mask=is_piece[:, None], other=0.0), axis=0)
+    raw_post = tl.sum(tl.load(sums + start + 4, mask=is_piece[:, None], other=0.0), axis=0)
+    place = four[:, None] * 4 + four[None, :]
+    cells = first[:, None, None] + 8 + place[None, :, :]
+    raw_mix = tl.sum(tl.load(sums + cells, mask=is_piece[:, None, None], other=0.0), axis=0)
+    raw_pre = raw_pre / length * tl.load(scale) + tl.load(base + four)
+    raw_post = raw_post / length * tl.load(scale + 1) + tl.load(base + 4 + four)
+    raw_mix = raw_mix / length * tl.load(scale + 2) + tl.load(base + 8 + place)
+    tl.store(pre + token * 4 + four, 1.0 / (1.0 + tl.exp(-raw_pre)) + hc_eps)
+    tl.store(post + token * 4 + four, 2.0 / (1.0 + tl.exp(-raw_post)))
+    powers = tl.exp(raw_mix - tl.max(raw_mix, axis=1)[:, None])
+    matrix = powers / tl.sum(powers, axis=1)[:, None] + hc_eps
+    matrix = matrix / (tl.sum(matrix, axis=0) + hc_eps)[None, :]
+    for _ in range(ITERATIONS - 1):
+        matrix = matrix / (tl.sum(matrix, axis=1) + hc_eps)[:, None]
         matrix = matrix / (tl.sum(matrix, axis=0) + hc_eps)[None, :]
-        for _ in range(ITERATIONS - 1):
-            matrix = matrix / (tl.sum(matrix, axis=1) + hc_eps)[:, None]
-            matrix = matrix / (tl.sum(matrix, axis=0) + hc_eps)[None, :]
-        tl.store(mix + token * 16 + place, matrix)
+    tl.store(mix + token * 16 + place, matrix)
     if ENTERS:
         column = tl.arange(0, BLOCK)
         mine = column < HIDDEN
@@ -485,5 +474,3 @@ def _finish_kernel(
         tl.store(x + token * HIDDEN + column, values.to(tl.bfloat16), mask=mine)
         values = tl.reshape(fp8_round_trip(tl.reshape(values, (1, BLOCK)), BLOCK // 32), (BLOCK,))
         tl.store(rounded + token * HIDDEN + column, values.to(tl.bfloat16), mask=mine)
-        if RESTATES:
-            write_spans(values, token, data, row_scale, tokens, HIDDEN, BLOCK, BLOCK, False)

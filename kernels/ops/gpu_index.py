@@ -1,7 +1,7 @@
 """Which compressed entries does each query read, on a GPU: scores over packed keys, the best blocks, the best entries?
 
 A program scores ENTRIES keys for up to `QUERIES` tokens of one sequence: keys are unpacked once for all of them. Scores
-are bf16, so the best are found by two counts of bytes, exactly, and of equal scores the lower index comes first.
+are bf16, so the best are found by counts alone, exactly, and of equal scores the lower index comes first.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.ops import gpu_index_hopper
-from kernels.ops.gpu_choice import raised, select_by_words, takes
+from kernels.ops.gpu_choice import select_by_words, takes
 from kernels.ops.gpu_formats import bf16, dot, e2m1_pairs, high_bf16, low_bf16, power
 from kernels.ops.gpu_index_hopper import restated_queries
 from kernels.ops.gpu_launch import check, is_hopper, power_of_two, runs_kernels, tiles
@@ -71,8 +71,9 @@ def score(
     if not runs_kernels(queries):
         return _score_twin(queries, weights, keys, tile_table, seen, width=width, block_size=block_size)
     out = torch.empty(tokens, width, dtype=torch.bfloat16, device=queries.device)
-    blocks = out.new_empty(tokens, width // block_size) if block_size else None
     kernel, units, given, named = _way(queries, weights, ENTRIES)
+    in_kernel = block_size if kernel is _score_kernel else 0
+    blocks = out.new_empty(tokens, width // block_size) if in_kernel else None
     kernel[(len(tile_table), tiles(width, named["ENTRIES"] * units))](
         *given,
         keys.data.pool,
@@ -81,7 +82,7 @@ def score(
         seen,
         seen,
         out,
-        out if blocks is None else blocks,
+        *([out if blocks is None else blocks] if kernel is _score_kernel else []),
         width,
         keys.data.pool.shape[1],
         keys.data.offset,
@@ -93,9 +94,12 @@ def score(
         QUERIES=QUERIES,
         UNITS=units,
         CANDIDATES=0,
-        BLOCK_SIZE=block_size,
+        BLOCK_SIZE=in_kernel,
         **named,
     )
+    if block_size and not in_kernel:
+        # Not by the programs that score: across a warp's lanes it takes them a third of their time.
+        blocks = gpu_index_hopper.best_of_blocks(out, seen, block_size=block_size)
     return Scores(out, blocks)
 
 
@@ -122,7 +126,7 @@ def score_candidates(
         seen,
         candidates,
         out,
-        out,
+        *([out] if kernel is _score_kernel else []),
         width,
         keys.data.pool.shape[1],
         keys.data.offset,
@@ -155,58 +159,35 @@ def _fits_hopper(queries: Tensor) -> bool:
 
 
 SELECT_STEP, SELECT_WARPS = 4096, 8
-MAXIMA_STEP, MAXIMA_WARPS = 512, 4
-"""Groups that a turn takes, and warps, of the choice by maxima."""
-GROUP = 8
-"""Scores of which the choice by maxima looks at the highest first."""
-_MOST_BY_MAXIMA, _LEAST_GROUPS = 1024, 4
-"""The choice by maxima: at most so many chosen (two counts of 16 bits), of at least so many groups for each."""
-BY_WORDS = False
-"""Whether `gpu_choice` makes it, and of rows of fewer groups, if they are whole ones: not before a GPU has timed it."""
 
 
-def select(scores: Tensor, seen: Tensor, *, count: int, by_maxima: bool | None = None) -> Tensor:
+def select(scores: Tensor, seen: Tensor, *, count: int) -> Tensor:
     """Indices of the `count` highest of each row, ascending, then -1; of equal ones the lower. -inf is never chosen.
 
-    scores: [rows, width] bf16, rows end to end.  seen: [rows] int32: only so many of a row count.  by_maxima: read a
-    row once and search among maxima of GROUP scores, or count through the whole row nine times; the same indices.
-    None takes maxima where there are enough of them.  Returns [rows, count] int32.
+    scores: [rows, width] bf16, rows end to end.  seen: [rows] int32: only so many of a row count.  Returns
+    [rows, count] int32.
     """
-    rows, width = scores.shape
+    width = scores.shape[1]
     check(scores.dtype == torch.bfloat16 and scores.is_contiguous(), "scores are bf16, end to end")
     if not runs_kernels(scores):
         hidden = torch.arange(width, device=scores.device) >= seen[:, None]
         return listed(best(scores.float().masked_fill(hidden, float("-inf")), count), count).int()
-    groups = tiles(width, GROUP)
-    check(not by_maxima or count <= _MOST_BY_MAXIMA, f"by maxima at most {_MOST_BY_MAXIMA} are chosen")
-    if BY_WORDS and by_maxima is not False and count <= _MOST_BY_MAXIMA and takes(width):
+    if takes(width, count):
         return select_by_words(scores, seen, count=count)
-    if by_maxima is None:
-        by_maxima = count <= _MOST_BY_MAXIMA and groups >= _LEAST_GROUPS * count
+    return select_by_counting(scores, seen, count=count)
+
+
+def select_by_counting(scores: Tensor, seen: Tensor, *, count: int) -> Tensor:
+    """The same by a kernel that goes through a row nine times: of rows of any width, and of any number of them."""
+    rows, width = scores.shape
     out = torch.empty(rows, count, dtype=torch.int32, device=scores.device)
-    named = {"COUNT": count, "COUNT_BLOCK": power_of_two(count)}
-    if by_maxima:
-        maxima = torch.empty(rows, groups + 2 * count, dtype=torch.int32, device=scores.device)
-        _select_by_maxima_kernel[(rows,)](
-            scores.view(torch.int16),
-            seen,
-            maxima,
-            out,
-            width,
-            groups,
-            **named,
-            LISTED=power_of_two(2 * count),
-            GROUP=GROUP,
-            STEP=min(power_of_two(groups), MAXIMA_STEP),
-            num_warps=MAXIMA_WARPS,
-        )
-        return out
     _select_kernel[(rows,)](
         scores.view(torch.int16),
         seen,
         out,
         width,
-        **named,
+        COUNT=count,
+        COUNT_BLOCK=power_of_two(count),
         STEP=min(power_of_two(width), SELECT_STEP),
         num_warps=SELECT_WARPS,
     )
@@ -444,99 +425,6 @@ def _select_kernel(
         above_before += tl.sum(is_above, axis=0)
         first += STEP
     total = above_before + tl.minimum(level_before, room)
-    slot = tl.arange(0, COUNT_BLOCK)
-    tl.store(out + row * COUNT + slot, tl.full((COUNT_BLOCK,), -1, tl.int32), mask=(slot >= total) & (slot < COUNT))
-
-
-@triton.jit
-def _counted(key: tl.tensor, threshold: tl.tensor, unit: tl.tensor) -> tl.tensor:
-    """How many keys reach each of three thresholds: a lane's three counts of 20 bits."""
-    counts = (key >= threshold + unit).to(tl.int64)
-    counts += tl.where(key >= threshold + 2 * unit, 1, 0).to(tl.int64) << 20
-    return counts + (tl.where(key >= threshold + 3 * unit, 1, 0).to(tl.int64) << 40)
-
-
-@triton.jit
-def _select_by_maxima_kernel(  # noqa: PLR0915 - one kernel is one function
-    scores: tl.tensor,
-    seen: tl.tensor,
-    maxima: tl.tensor,
-    out: tl.tensor,
-    width: tl.tensor,
-    groups: tl.tensor,
-    COUNT: tl.constexpr,
-    COUNT_BLOCK: tl.constexpr,
-    LISTED: tl.constexpr,
-    GROUP: tl.constexpr,
-    STEP: tl.constexpr,
-) -> None:
-    """COUNT groups reach the COUNT-th highest maximum, so COUNT keys do: none below it is among the best.
-
-    Groups above that bound are fewer than COUNT, and of those at it the first COUNT hold as many keys of that level as
-    there can be room for: the best are in 2 * COUNT groups, which are few enough for registers.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    end = tl.minimum(tl.load(seen + row), width)
-    used = tl.cdiv(end, GROUP)
-    scores += row * width
-    maxima += row * (groups + 2 * COUNT)
-    names = maxima + groups
-    step, member = tl.arange(0, STEP), tl.arange(0, GROUP)
-    first = 0
-    while first < used:
-        group = first + step
-        highest = tl.max(_ordered(scores, group[:, None] * GROUP + member[None, :], end), axis=1)
-        tl.store(maxima + group, highest, mask=group < used)
-        first += STEP
-    tl.debug_barrier()  # what other threads stored is read from here on
-    bound = 0
-    above = 0
-    for digit in tl.static_range(8):
-        unit = 1 << (14 - 2 * digit)
-        counts = tl.zeros((STEP,), tl.int64)
-        first = 0
-        while first < used:
-            group = first + step
-            counts += _counted(tl.load(maxima + group, mask=group < used, other=0), bound, unit)
-            first += STEP
-        bound, above = raised(tl.sum(counts, axis=0), bound, above, unit, COUNT)
-    level_before = 0
-    above_before = 0
-    first = 0
-    while first < used:
-        group = first + step
-        key = tl.load(maxima + group, mask=group < used, other=0)
-        is_level, is_above = ((key == bound) & (key > 0)).to(tl.int32), (key > bound).to(tl.int32)
-        both = tl.cumsum(is_level | (is_above << 16), axis=0)
-        levels, aboves = level_before + (both & 0xFFFF), above_before + (both >> 16)
-        taken = (is_above > 0) | ((is_level > 0) & (levels <= COUNT))
-        tl.store(names + aboves + tl.minimum(levels, COUNT) - 1, group, mask=taken)
-        level_before += tl.sum(is_level, axis=0)
-        above_before += tl.sum(is_above, axis=0)
-        first += STEP
-    num = above_before + tl.minimum(level_before, COUNT)
-    tl.debug_barrier()
-    place = tl.arange(0, LISTED)
-    group = tl.load(names + place, mask=place < num, other=0)
-    entry = group[:, None] * GROUP + member[None, :]
-    key = _ordered(scores, tl.where((place < num)[:, None], entry, end), end)
-    threshold = 0
-    above = 0
-    for digit in tl.static_range(8):
-        unit = 1 << (14 - 2 * digit)
-        counts = tl.sum(_counted(key, threshold, unit), axis=1)
-        threshold, above = raised(tl.sum(counts, axis=0), threshold, above, unit, COUNT)
-    room = COUNT - above
-    is_level, is_above = ((key == threshold) & (key > 0)).to(tl.int32), (key > threshold).to(tl.int32)
-    both = is_level | (is_above << 16)
-    of_group = tl.sum(both, axis=1)
-    both = tl.cumsum(both, axis=1) + (tl.cumsum(of_group, axis=0) - of_group)[:, None]
-    levels, aboves = both & 0xFFFF, both >> 16
-    taken = (is_above > 0) | ((is_level > 0) & (levels <= room))
-    places = aboves + tl.minimum(levels, room) - 1
-    tl.store(out + row * COUNT + places, entry, mask=taken & (places < COUNT))
-    whole = tl.sum(of_group, axis=0)
-    total = (whole >> 16) + tl.minimum(whole & 0xFFFF, room)
     slot = tl.arange(0, COUNT_BLOCK)
     tl.store(out + row * COUNT + slot, tl.full((COUNT_BLOCK,), -1, tl.int32), mask=(slot >= total) & (slot < COUNT))
 

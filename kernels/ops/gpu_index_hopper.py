@@ -31,6 +31,8 @@ HEADS, SIZE, ENTRIES = 32, 128, 64
 """Heads and their size that the kernel is made for, and keys a turn."""
 _ROWS = 32
 """Queries of a program that restates them."""
+_BLOCKS = 1024
+"""Of entries, that a program looks at."""
 _HALVED = 2.0**-7
 """Keys are multiplied under 2^6, so that their largest value is 6 * 2^6, and products come twice."""
 MOST_BINADES = gl.constexpr(11)
@@ -74,6 +76,38 @@ def _restate_kernel(
     tl.store(factors + row, own * power(exponent) * HALVED, mask=row < rows)
 
 
+def best_of_blocks(scores: Tensor, seen: Tensor, *, block_size: int) -> Tensor:
+    """The highest score of each block of entries, [tokens, width / block_size] bf16; of the last one seen, infinity.
+
+    scores: [tokens, width] bf16, width of whole blocks.  seen: [tokens] int32.  Blocks that are not seen are garbage.
+    """
+    tokens, width = scores.shape
+    out = scores.new_empty(tokens, width // block_size)
+    if tokens:
+        _blocks_kernel[(tokens, tiles(width // block_size, _BLOCKS))](
+            scores, seen, out, width // block_size, SIZE=block_size, BLOCKS=_BLOCKS, num_warps=4
+        )
+    return out
+
+
+@triton.jit
+def _blocks_kernel(
+    scores: tl.tensor, seen: tl.tensor, out: tl.tensor, blocks: tl.tensor, SIZE: tl.constexpr, BLOCKS: tl.constexpr
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    sees = tl.load(seen + row)
+    first = tl.program_id(1) * BLOCKS
+    if first * SIZE < sees:
+        block = first + tl.arange(0, BLOCKS)
+        # Whole blocks, so that they are loaded at once: what is not seen of the last one makes no difference.
+        mine = (block < blocks) & (block * SIZE < sees)
+        entry = block[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+        values = tl.load(scores + row * blocks * SIZE + entry, mask=mine[:, None], other=float("-inf")).to(tl.float32)
+        highest = tl.minimum(tl.max(values, axis=1), 3.3895313892515355e38)
+        highest = tl.where(block == (sees - 1) // SIZE, float("inf"), highest)
+        tl.store(out + row * blocks + block, highest.to(tl.bfloat16), mask=mine)
+
+
 @gluon.jit
 def _power(exponent: gl.tensor) -> gl.tensor:
     return (exponent << 23).to(gl.float32, bitcast=True)
@@ -114,30 +148,41 @@ def _operand(first: gl.tensor, last: gl.tensor, operand: gl.constexpr) -> gl.ten
 
 
 @gluon.jit
-def _fetch(
-    pool: gl.tensor,
-    table: gl.tensor,
+def _entries(
     candidates: gl.tensor,
     place: gl.tensor,
-    most: gl.tensor,
     width: gl.tensor,
+    CANDIDATES: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+) -> gl.tensor:
+    """Which entries stand at some places; one that nobody sees where there is no candidate."""
+    if CANDIDATES > 0:
+        block = gl.load(candidates + place // BLOCK_SIZE, mask=place < width, other=-1)
+        return gl.where(block >= 0, block * BLOCK_SIZE + place % BLOCK_SIZE, 0x7FFFFFFF)
+    return place
+
+
+@gluon.jit
+def _blocks(table: gl.tensor, entry: gl.tensor, most: gl.tensor, PER_BLOCK: gl.constexpr) -> gl.tensor:
+    """The cache's blocks that hold them, -1 of those that no token sees."""
+    return gl.load(table + entry // PER_BLOCK, mask=entry < most, other=-1)
+
+
+@gluon.jit
+def _fetch(
+    pool: gl.tensor,
+    entry: gl.tensor,
+    block: gl.tensor,
     stride: gl.tensor,
     data_offset: gl.tensor,
     scale_offset: gl.tensor,
     PER_BLOCK: gl.constexpr,
-    CANDIDATES: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
     WORDS: gl.constexpr,
     GROUPS: gl.constexpr,
 ) -> gl.tuple:
     """Bytes and exponents of some entries; zeros of those that no token sees."""
-    if CANDIDATES > 0:
-        block = gl.load(candidates + place // BLOCK_SIZE, mask=place < width, other=-1)
-        entry = gl.where(block >= 0, block * BLOCK_SIZE + place % BLOCK_SIZE, 0x7FFFFFFF)
-    else:
-        entry = place
-    seen = entry < most
-    slot = gl.load(table + entry // PER_BLOCK, mask=seen, other=0).to(gl.int64) * stride
+    seen = block >= 0
+    slot = block.to(gl.int64) * stride
     inside = entry % PER_BLOCK
     word = gl.arange(0, 16, layout=gl.SliceLayout(0, WORDS))
     record = (pool + (slot + data_offset + inside * 64)).to(gl.pointer_type(gl.int32))
@@ -155,7 +200,6 @@ def _keep(
     sees: gl.tensor,
     chosen: gl.tensor,
     out: gl.tensor,
-    blocks: gl.tensor,
     first: gl.tensor,
     num: gl.tensor,
     start: gl.tensor,
@@ -166,37 +210,21 @@ def _keep(
     CANDIDATES: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
 ) -> None:
-    """Store the scores of a turn's entries, and the highest of each block of them."""
+    """Store the scores of a turn's entries."""
     MADE: gl.constexpr = summed.type.layout
     made_query = gl.arange(0, QUERIES, layout=gl.SliceLayout(0, MADE))
     made_sees = gl.convert_layout(sees, gl.SliceLayout(0, MADE))
     place = start + unit * ENTRIES + gl.arange(0, ENTRIES, layout=gl.SliceLayout(1, MADE))
-    if CANDIDATES > 0:
-        block = gl.load(chosen + place // BLOCK_SIZE, mask=place < width, other=-1)
-        entry = gl.where(block >= 0, block * BLOCK_SIZE + place % BLOCK_SIZE, 0x7FFFFFFF)
-    else:
-        entry = place
+    entry = _entries(chosen, place, width, CANDIDATES, BLOCK_SIZE)
     summed = gl.where(entry[:, None] < made_sees[None, :], summed, float("-inf"))
     target = (first + made_query)[None, :] * width + place[:, None]
     # A padding row's candidates are none: its scores are written, all of them -inf.
     wanted = (made_query < (1 if CANDIDATES > 0 else num))[None, :] & (place < width)[:, None]
     gl.store(out + target, summed.to(gl.bfloat16), mask=wanted)
-    if CANDIDATES == 0 and BLOCK_SIZE > 0:
-        highest = gl.max(summed.reshape([ENTRIES // BLOCK_SIZE, BLOCK_SIZE, QUERIES]), axis=1)
-        highest = gl.minimum(highest, 3.3895313892515355e38)
-        BEST: gl.constexpr = highest.type.layout
-        best_query = gl.arange(0, QUERIES, layout=gl.SliceLayout(0, BEST))
-        best_sees = gl.convert_layout(sees, gl.SliceLayout(0, BEST))
-        block = start // BLOCK_SIZE + unit * (ENTRIES // BLOCK_SIZE)
-        block += gl.arange(0, ENTRIES // BLOCK_SIZE, layout=gl.SliceLayout(1, BEST))
-        highest = gl.where(block[:, None] == ((best_sees - 1) // BLOCK_SIZE)[None, :], float("inf"), highest)
-        there = (first + best_query)[None, :] * (width // BLOCK_SIZE) + block[:, None]
-        real = (best_query < num)[None, :] & (block < width // BLOCK_SIZE)[:, None]
-        gl.store(blocks + there, highest.to(gl.bfloat16), mask=real)
 
 
 @gluon.jit
-def score_kernel(
+def score_kernel(  # noqa: PLR0915 - one kernel is one function
     queries: gl.tensor,
     weights: gl.tensor,
     pool: gl.tensor,
@@ -205,7 +233,6 @@ def score_kernel(
     seen: gl.tensor,
     candidates: gl.tensor,
     out: gl.tensor,
-    blocks: gl.tensor,
     width: gl.tensor,
     stride: gl.tensor,
     data_offset: gl.tensor,
@@ -265,38 +292,18 @@ def score_kernel(
         key = gl.arange(0, ENTRIES, layout=gl.SliceLayout(1, WORDS))
         none = gl.zeros([ENTRIES, ROWS], gl.float32, PRODUCTS)
         chosen = candidates + first * CANDIDATES
-        four, exponent = _fetch(
-            pool,
-            table,
-            chosen,
-            start + key,
-            most,
-            width,
-            stride,
-            data_offset,
-            scale_offset,
-            PER_BLOCK,
-            CANDIDATES,
-            BLOCK_SIZE,
-            WORDS,
-            GROUPS,
-        )
+        # Where keys lie is asked for a turn before they are, and which they are another turn before.
+        entry = _entries(chosen, start + key, width, CANDIDATES, BLOCK_SIZE)
+        block = _blocks(table, entry, most, PER_BLOCK)
+        next_entry = _entries(chosen, start + ENTRIES + key, width, CANDIDATES, BLOCK_SIZE)
+        next_block = _blocks(table, next_entry, most, PER_BLOCK)
+        four, exponent = _fetch(pool, entry, block, stride, data_offset, scale_offset, PER_BLOCK, WORDS, GROUPS)
+        entry = _entries(chosen, start + 2 * ENTRIES + key, width, CANDIDATES, BLOCK_SIZE)
+        block = _blocks(table, entry, most, PER_BLOCK)
         next_four, next_exponent = _fetch(
-            pool,
-            table,
-            chosen,
-            start + ENTRIES + key,
-            most,
-            width,
-            stride,
-            data_offset,
-            scale_offset,
-            PER_BLOCK,
-            CANDIDATES,
-            BLOCK_SIZE,
-            WORDS,
-            GROUPS,
+            pool, next_entry, next_block, stride, data_offset, scale_offset, PER_BLOCK, WORDS, GROUPS
         )
+        next_entry = _entries(chosen, start + 3 * ENTRIES + key, width, CANDIDATES, BLOCK_SIZE)
         for unit in range(UNITS):
             scale, low, high = _tables(exponent)
             first_four, last_four = e2m1_bytes(four, _spread(low, WORDS), _spread(high, WORDS))
@@ -304,21 +311,10 @@ def score_kernel(
             products = warpgroup_mma(keys, smem.permute((1, 0)), none, use_acc=False, is_async=True)
             four, exponent = next_four, next_exponent
             next_four, next_exponent = _fetch(
-                pool,
-                table,
-                chosen,
-                start + (unit + 2) * ENTRIES + key,
-                most,
-                width,
-                stride,
-                data_offset,
-                scale_offset,
-                PER_BLOCK,
-                CANDIDATES,
-                BLOCK_SIZE,
-                WORDS,
-                GROUPS,
+                pool, entry, block, stride, data_offset, scale_offset, PER_BLOCK, WORDS, GROUPS
             )
+            entry, block = next_entry, _blocks(table, next_entry, most, PER_BLOCK)
+            next_entry = _entries(chosen, start + (unit + 4) * ENTRIES + key, width, CANDIDATES, BLOCK_SIZE)
             # The operand's registers are these words'; a wait takes no values of eight bits.
             products, first_four, last_four = warpgroup_mma_wait(0, deps=[products, first_four, last_four])
             # Twice what is above zero, by units that are twice as many as those for a maximum.
@@ -326,19 +322,4 @@ def score_kernel(
             summed = gl.sum(products.reshape([ENTRIES, QUERIES, HEADS]), axis=2)
             summed *= gl.convert_layout(scale, gl.SliceLayout(1, summed.type.layout))[:, None]
             summed = summed.to(gl.bfloat16).to(gl.float32)
-            _keep(
-                summed,
-                sees,
-                chosen,
-                out,
-                blocks,
-                first,
-                num,
-                start,
-                unit,
-                width,
-                QUERIES,
-                ENTRIES,
-                CANDIDATES,
-                BLOCK_SIZE,
-            )
+            _keep(summed, sees, chosen, out, first, num, start, unit, width, QUERIES, ENTRIES, CANDIDATES, BLOCK_SIZE)

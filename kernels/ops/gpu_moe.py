@@ -1,4 +1,4 @@
-"""Which experts does each token go to, where do its rows stand among theirs, and how do their outputs come together?
+"""Where do a token's rows stand among its experts', and how do their outputs come together?
 
 Everything stays on the device and nothing depends on chance: counts are sums of whole numbers, an expert's rows stand
 in the order of tokens, and a token's experts are added in the order of its slots.
@@ -6,8 +6,6 @@ in the order of tokens, and a token's experts are added in the order of its slot
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -17,71 +15,11 @@ from torch import Tensor
 from kernels.ops.gpu_formats import bf16
 from kernels.ops.gpu_grouped import Groups
 from kernels.ops.gpu_launch import check, power_of_two, runs_kernels, tiles
-from kernels.ops.router import Routes
-from kernels.ops.router import route as route_twin
 
 CHUNK = 128
 """Slots that one program counts."""
 _MOST_AT_ONCE, _MOST_EXPERTS = 2048, 15
 """Slots and experts that one program sorts: launches cost a decode step more than a GPU that is idle but for it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """Which of the experts here each one is, and which tokens are padding."""
-
-    rows: Tensor | None
-    """[experts] int32, -1 for those elsewhere; None = all are here, in order."""
-    lines: Tensor
-    """[tokens] int32; below 0 for padding, which goes to no expert (-1)."""
-
-
-def route(
-    logits: Tensor,
-    bias: Tensor,
-    image_bias: Tensor | None,
-    is_image: Tensor | None,
-    placed: Placed,
-    *,
-    top_k: int,
-    scaling: float,
-) -> Routes:
-    """Choose by biased affinity, weigh by the affinity itself; of equal ones the lower expert first.
-
-    logits: [tokens, experts] fp32, contiguous.  bias, image_bias: [experts] fp32.  is_image: [tokens] bool; None =
-    none.  Experts come as int32, as what they are here: -1 for those elsewhere.
-    """
-    tokens, experts = logits.shape
-    check(logits.dtype == torch.float32 and logits.is_contiguous(), "logits are fp32, end to end")
-    if not runs_kernels(logits):
-        biases = bias
-        if is_image is not None and image_bias is not None:
-            biases = torch.where(is_image.unsqueeze(1), image_bias, bias)
-        routes = route_twin(logits, biases, top_k=top_k, scaling=scaling)
-        here = routes.experts.int() if placed.rows is None else placed.rows[routes.experts.long()]
-        return Routes(torch.where(placed.lines[:, None] >= 0, here, -1), routes.weights)
-    chosen = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
-    weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
-    has_images = is_image is not None and image_bias is not None
-    _route_kernel[(tokens,)](
-        logits,
-        bias,
-        image_bias if has_images else bias,
-        is_image if has_images else bias,
-        placed.rows,
-        placed.lines,
-        chosen,
-        weights,
-        scaling,
-        EXPERTS=experts,
-        BLOCK=power_of_two(experts),
-        TOP=top_k,
-        SLOTS=power_of_two(top_k),
-        IMAGES=has_images,
-        MAPPED=placed.rows is not None,
-        num_warps=1,
-    )
-    return Routes(chosen, weights)
 
 
 def group(experts: Tensor, *, num_experts: int, first_expert: int = 0) -> Groups:
@@ -214,64 +152,6 @@ def combine(
         num_warps=4,
     )
     return out
-
-
-@triton.jit
-def _route_kernel(
-    logits: tl.tensor,
-    bias: tl.tensor,
-    image_bias: tl.tensor,
-    is_image: tl.tensor,
-    rows: tl.tensor,
-    lines: tl.tensor,
-    chosen: tl.tensor,
-    weights: tl.tensor,
-    scaling: tl.tensor,
-    EXPERTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TOP: tl.constexpr,
-    SLOTS: tl.constexpr,
-    IMAGES: tl.constexpr,
-    MAPPED: tl.constexpr,
-) -> None:
-    token = tl.program_id(0).to(tl.int64)
-    expert = tl.arange(0, BLOCK)
-    known = expert < EXPERTS
-    x = tl.load(logits + token * EXPERTS + expert, mask=known, other=0.0)
-    # softplus as its twin computes it: log(1 + u) = 2 atanh(u / (u + 2)), a series of nine terms.
-    small = tl.exp(-tl.abs(x))
-    z = tl.div_rn(small, small + 2.0)
-    square = z * z
-    series = square * (1.0 / 17) + 1.0 / 15
-    series = series * square + 1.0 / 13
-    series = series * square + 1.0 / 11
-    series = series * square + 1.0 / 9
-    series = series * square + 1.0 / 7
-    series = series * square + 1.0 / 5
-    series = series * square + 1.0 / 3
-    series = series * square + 1.0
-    affinity = tl.sqrt_rn(series * z * 2.0 + tl.maximum(x, 0.0))
-    added = tl.load(bias + expert, mask=known, other=0.0)
-    if IMAGES:  # noqa: SIM102 - the choice at compile time is one statement, the loaded one another
-        if tl.load(is_image + token):
-            added = tl.load(image_bias + expert, mask=known, other=0.0)
-    biased = tl.where(known, affinity + added, float("-inf"))
-    slot = tl.arange(0, SLOTS)
-    experts, own = tl.zeros((SLOTS,), tl.int32), tl.zeros((SLOTS,), tl.float32)
-    total = 0.0
-    for turn in tl.static_range(TOP):
-        best = tl.argmax(biased, axis=0, tie_break_left=True)
-        taken = tl.sum(tl.where(expert == best, affinity, 0.0), axis=0)
-        experts = tl.where(slot == turn, best, experts)
-        own = tl.where(slot == turn, taken, own)
-        total += taken
-        biased = tl.where(expert == best, float("-inf"), biased)
-    if MAPPED:
-        experts = tl.load(rows + experts)
-    experts = tl.where(tl.load(lines + token) >= 0, experts, -1)
-    tl.store(chosen + token * TOP + slot, experts, mask=slot < TOP)
-    shares = tl.div_rn(own, tl.zeros((SLOTS,), tl.float32) + (total + 1e-20))
-    tl.store(weights + token * TOP + slot, shares * scaling, mask=slot < TOP)
 
 
 @triton.jit

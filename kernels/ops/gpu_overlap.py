@@ -23,6 +23,11 @@ def overlaps(x: Tensor) -> bool:
     return x.is_cuda and _is_sm90(x.device.index or 0)
 
 
+def early(overlap: bool) -> dict[str, bool]:  # noqa: FBT001 - what OVERLAP is given
+    """Options of such a launch, or none."""
+    return {"launch_pdl": True} if overlap else {}
+
+
 @cache
 def _is_sm90(index: int) -> bool:
     return torch.cuda.get_device_capability(index)[0] >= 9

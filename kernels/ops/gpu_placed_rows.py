@@ -18,8 +18,6 @@ from kernels.ops.gpu_fp8 import SpanRows, gathered
 from kernels.ops.gpu_grouped import Groups
 from kernels.ops.gpu_launch import check, power_of_two, runs_kernels
 
-IN_ONE = False
-"""Whether a decode step's rows are placed so: not before a GPU has timed it."""
 _MOST_SLOTS, _WORDS = 2048, 512
 """Slots that every program counts, and words of a row that it moves at a time, at most."""
 

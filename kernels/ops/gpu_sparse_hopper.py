@@ -4,7 +4,8 @@ The kernel of `kernels.ops.gpu_sparse` in Gluon, Triton's language of explicit l
 elements of a head come first there, odd ones behind them. Queries lie in shared memory, and 64 keys at a time in one of
 two buffers. A buffer goes round three kinds of warps: four unpack keys into it (it is full then), four score them and
 find their weights (weighed), and eight sum their values (empty). Weights, and what shrinks the sums before them, have
-the buffer's index and are free when it is.
+the buffer's index and are free when it is. Records come as they are into room of their own, ahead of those who unpack:
+asked for when the ones before them have been read, before these are unpacked.
 Triton's interpreter does not run Gluon: there, and on other GPUs, the kernel in Triton does the same.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator, has-type"
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -33,9 +35,17 @@ _UNPACKING = gl.constexpr(80)
 _LESS = gl.constexpr(256.0)
 """Keys lie in shared memory divided by this: no scale times 2 ** 126 of a format is beyond fp32."""
 _FLAGS = gl.constexpr(mbarrier.MBarrierLayout())
+_FULL = gl.constexpr(0)
+_EMPTY = gl.constexpr(2)
+_WEIGHED = gl.constexpr(4)
+_TOLD = gl.constexpr(6)
+"""Where flags are: of each buffer, then that queries are there and that sums of weights are."""
 _PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 _WIDE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 _WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
+_LINES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+_RAW = gl.constexpr(gl.SwizzledSharedLayout(16, 1, 2, [1, 0]))
+"""Of raw words: eight keys' lines are read at once, without conflicts of banks."""
 _CHUNK = gl.constexpr(64)
 """Pairs of a head that a warp turns together."""
 
@@ -60,31 +70,40 @@ def _spread(scale: gl.tensor, WORDS: gl.constexpr, layout: gl.constexpr) -> gl.t
 
 
 @gluon.jit
-def _fetch_window(
+def _window_records(
     records: gl.tuple,
-    first: gl.tensor,
-    KEYS: gl.constexpr,
-    SIZE: gl.constexpr,
+    reach: gl.tuple,
+    key: gl.tensor,
     WINDOW: gl.constexpr,
     RING: gl.constexpr,
     RECORD: gl.constexpr,
-    RAW: gl.constexpr,
-    SCALES: gl.constexpr,
 ) -> gl.tuple:
-    """Words and exponents of some of a window's records."""
-    own, ring, position, oldest, begin, own_row, slot, ring_stride, ring_offset = records
-    key = gl.arange(0, KEYS, layout=gl.SliceLayout(1, RAW))
-    at = position - (WINDOW - 1) + first + key
-    seen = (at >= oldest) & (slot >= 0) & (at <= position)
-    ring_record = ring + slot * ring_stride + ring_offset + (at % RING) * RECORD
-    record = gl.where(at >= begin, own + (own_row + at).to(gl.int64) * RECORD, ring_record)
-    word = gl.arange(0, SIZE // 4, layout=gl.SliceLayout(0, RAW))
-    both = gl.load(record[:, None].to(gl.pointer_type(gl.int32)) + word[None, :], mask=seen[:, None], other=0)
-    record2 = gl.convert_layout(record, gl.SliceLayout(1, SCALES), assert_trivial=True)
-    seen2 = gl.convert_layout(seen, gl.SliceLayout(1, SCALES), assert_trivial=True)
-    group = gl.arange(0, SIZE // 32, layout=gl.SliceLayout(0, SCALES))
-    exponent = gl.load(record2[:, None] + SIZE + group[None, :], mask=seen2[:, None], other=0)
-    return both, exponent
+    """Where some of a window's records are, and which are seen."""
+    own, ring, begin = records
+    position, oldest = reach
+    at = position - (WINDOW - 1) + key
+    record = gl.where(at >= begin, own + at.to(gl.int64) * RECORD, ring + (at % RING) * RECORD)
+    return record, (at >= oldest) & (at <= position)
+
+
+@gluon.jit
+def _ask_window(
+    raw: gl.shared_memory_descriptor,
+    records: gl.tuple,
+    reach: gl.tuple,
+    first: gl.constexpr,
+    word: gl.constexpr,
+    WINDOW: gl.constexpr,
+    RING: gl.constexpr,
+    RECORD: gl.constexpr,
+    LAYOUT: gl.constexpr,
+) -> None:
+    """Words of a window's records from the first key and word on go to `raw`; zeros where none is seen."""
+    key = first + gl.arange(0, raw.shape[0], layout=gl.SliceLayout(1, LAYOUT))
+    record, seen = _window_records(records, reach, key, WINDOW, RING, RECORD)
+    column = word + gl.arange(0, raw.shape[1], layout=gl.SliceLayout(0, LAYOUT))
+    words = record[:, None].to(gl.pointer_type(gl.int32)) + column[None, :]
+    async_copy.async_copy_global_to_shared(raw, words, mask=seen[:, None])
 
 
 @gluon.jit
@@ -96,34 +115,33 @@ def _fetch_places(
 
 
 @gluon.jit
-def _fetch_entries(
-    main: gl.tensor,
-    flat: gl.tensor,
-    main_stride: gl.tensor,
-    main_offset: gl.tensor,
+def _ask_entries(
+    raw: gl.shared_memory_descriptor,
+    place: gl.tensor,
+    entries: gl.tuple,
+    first: gl.constexpr,
     PER_BLOCK: gl.constexpr,
     RECORD: gl.constexpr,
-    SIZE: gl.constexpr,
-    RAW: gl.constexpr,
-    SCALES: gl.constexpr,
-) -> gl.tuple:
-    """Words and scales of entries."""
-    HALF: gl.constexpr = SIZE // 2
-    seen = flat >= 0
-    record = main + (flat // PER_BLOCK).to(gl.int64) * main_stride + main_offset + (flat % PER_BLOCK) * RECORD
-    word = gl.arange(0, SIZE // 8, layout=gl.SliceLayout(0, RAW))
-    both = gl.load(record[:, None].to(gl.pointer_type(gl.int32)) + word[None, :], mask=seen[:, None], other=0)
-    record2 = gl.convert_layout(record, gl.SliceLayout(1, SCALES), assert_trivial=True)
-    seen2 = gl.convert_layout(seen, gl.SliceLayout(1, SCALES), assert_trivial=True)
-    group = gl.arange(0, SIZE // 16, layout=gl.SliceLayout(0, SCALES))
-    bits = gl.load(record2[:, None] + HALF + group[None, :], mask=seen2[:, None], other=0)
-    return both, bits
+    LAYOUT: gl.constexpr,
+) -> None:
+    """Words of entries' records from the first on go to `raw`; zeros where there is no entry."""
+    main, main_stride, _, _ = entries
+    record = main + (place // PER_BLOCK).to(gl.int64) * main_stride + (place % PER_BLOCK) * RECORD
+    word = first + gl.arange(0, raw.shape[1], layout=gl.SliceLayout(0, LAYOUT))
+    words = record[:, None].to(gl.pointer_type(gl.int32)) + word[None, :]
+    async_copy.async_copy_global_to_shared(raw, words, mask=(place >= 0)[:, None])
 
 
 @gluon.jit
 def _as_words(buffer: gl.shared_memory_descriptor) -> gl.shared_memory_descriptor:
     """A buffer of bf16 as pairs of them, each an int32."""
     return buffer._reinterpret(gl.int32, [buffer.shape[0], buffer.shape[1] // 2], _WORDS)  # noqa: SLF001 - its only name
+
+
+@gluon.jit
+def _as_bytes(buffer: gl.shared_memory_descriptor) -> gl.shared_memory_descriptor:
+    """A buffer of int32 as their bytes."""
+    return buffer._reinterpret(gl.uint8, [buffer.shape[0], buffer.shape[1] * 4], _LINES)  # noqa: SLF001 - its only name
 
 
 @gluon.jit
@@ -157,12 +175,12 @@ def _seen(
     column: gl.tensor, turn: gl.tensor, reach: gl.tuple, count: gl.tensor, WINDOW: gl.constexpr, KEYS: gl.constexpr
 ) -> gl.tensor:
     """Which of a turn's keys are the token's: of its window, or entries."""
-    position, oldest, slot = reach
+    position, oldest = reach
     TILES: gl.constexpr = WINDOW // KEYS
     base = position - (WINDOW - 1) + turn * KEYS
     inside = turn < TILES
     low = gl.where(inside, oldest - base, 0)
-    high = gl.where(inside, gl.where(slot >= 0, position - base + 1, 0), count - (turn - TILES) * KEYS)
+    high = gl.where(inside, position - base + 1, count - (turn - TILES) * KEYS)
     return (column >= low) & (column < high)
 
 
@@ -282,11 +300,13 @@ def _leave(
 
 
 @gluon.jit
-def _unpack(
+def _unpack(  # noqa: PLR0915 - keys of two kinds, one stream of copies
     records: gl.tuple,
+    reach: gl.tuple,
     entries: gl.tuple,
     k_smem: gl.shared_memory_descriptor,
-    flags: gl.tuple,
+    raws: gl.tuple,
+    flags: gl.shared_memory_descriptor,
     KEYS: gl.constexpr,
     SIZE: gl.constexpr,
     WINDOW: gl.constexpr,
@@ -296,49 +316,75 @@ def _unpack(
     PER_BLOCK: gl.constexpr,
     MAIN_RECORD: gl.constexpr,
 ) -> None:
-    """All keys but the first two turns', by four warps."""
-    full, empty, _, _ = flags
-    main, where, count, main_stride, main_offset = entries
+    """Keys, by four warps: the window's 32 at a time, then entries."""
+    _, _, where, count = entries
     RAW: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
+    RAW_SCALES: gl.constexpr = gl.BlockedLayout([1, 4], [16, 2], [4, 1], [1, 0])
     SCALES: gl.constexpr = gl.SliceLayout(2, gl.BlockedLayout([1, 2, 2], [8, 4, 1], [4, 1, 1], [2, 1, 0]))
-    RAW8: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    EXPONENTS: gl.constexpr = gl.SliceLayout(2, gl.BlockedLayout([1, 1, 8], [4, 8, 1], [4, 1, 1], [2, 1, 0]))
+    EIGHTS: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    EXPONENTS: gl.constexpr = gl.SliceLayout(2, gl.BlockedLayout([1, 1, 4], [4, 4, 2], [4, 1, 1], [2, 1, 0]))
+    RAW_EXPONENTS: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
     TILES: gl.constexpr = WINDOW // KEYS
-    PART: gl.constexpr = KEYS // 4
+    HALF: gl.constexpr = KEYS // 2
+    raw, raw_scales = raws
+    raw8 = raw._reinterpret(gl.int32, [HALF, SIZE // 4], _LINES)  # noqa: SLF001 - its only name
+    exponents = raw_scales._reinterpret(gl.int32, [2 * KEYS, SIZE // 128], _LINES)  # noqa: SLF001 - as above
+    _ask_window(raw8, records, reach, 0, 0, WINDOW, RING, WINDOW_RECORD, EIGHTS)
+    _ask_window(exponents, records, reach, 0, SIZE // 4, WINDOW, RING, WINDOW_RECORD, RAW_EXPONENTS)
+    async_copy.commit_group()
     if MOST > 0:
         places = _fetch_places(where, 0, count, KEYS, RAW)
-    for tile in gl.static_range(2, TILES):
-        mbarrier.wait(empty.index(tile % 2), (tile // 2 - 1) & 1)
-        words = _as_words(k_smem.index(tile % 2))
-        for part in gl.static_range(4):
-            first = tile * KEYS + part * PART
-            both8, exponent = _fetch_window(records, first, PART, SIZE, WINDOW, RING, WINDOW_RECORD, RAW8, EXPONENTS)
-            words.slice(part * PART, PART, dim=0).store(_window_words(both8, exponent, RAW8))
-        fence_async_shared()
-        gl.thread_barrier()
-        mbarrier.arrive(full.index(tile % 2), count=1)
+        places2 = _fetch_places(where, 0, count, KEYS, RAW_SCALES)
+    for half in gl.static_range(2 * TILES):
+        async_copy.wait_group(0)
+        both8 = raw8.load(EIGHTS)
+        exponent = _as_bytes(exponents).slice(half % 4 * HALF, HALF, dim=0).load(EXPONENTS)
+        # The next ones are under way while these are unpacked.
+        if half + 1 < 2 * TILES:
+            _ask_window(raw8, records, reach, (half + 1) * HALF, 0, WINDOW, RING, WINDOW_RECORD, EIGHTS)
+            if half % 4 == 3:
+                _ask_window(
+                    exponents, records, reach, (half + 1) * HALF, SIZE // 4, WINDOW, RING, WINDOW_RECORD, RAW_EXPONENTS
+                )
+            async_copy.commit_group()
+        elif MOST > 0:
+            _ask_entries(raw, places, entries, 0, PER_BLOCK, MAIN_RECORD, RAW)
+            _ask_entries(raw_scales, places2, entries, SIZE // 8, PER_BLOCK, MAIN_RECORD, RAW_SCALES)
+            async_copy.commit_group()
+        if half >= 4 and half % 2 == 0:
+            mbarrier.wait(flags.index(_EMPTY + half // 2 % 2), (half // 4 - 1) & 1)
+        words = _as_words(k_smem.index(half // 2 % 2)).slice(half % 2 * HALF, HALF, dim=0)
+        words.store(_window_words(both8, exponent, EIGHTS))
+        if half % 2 == 1:
+            fence_async_shared()
+            gl.thread_barrier()
+            mbarrier.arrive(flags.index(_FULL + half // 2 % 2), count=1)
     if MOST > 0:
-        both, bits = _fetch_entries(main, places, main_stride, main_offset, PER_BLOCK, MAIN_RECORD, SIZE, RAW, SCALES)
         places = _fetch_places(where, KEYS, count, KEYS, RAW)
+        places2 = _fetch_places(where, KEYS, count, KEYS, RAW_SCALES)
         turn = count * 0 + TILES
         for first in range(0, count, KEYS):
-            mbarrier.wait(empty.index(turn & 1), (turn // 2 - 1) & 1)
+            async_copy.wait_group(0)
+            both, bits = raw.load(RAW), _as_bytes(raw_scales).load(SCALES)
+            # The next ones are under way while these are unpacked.
+            _ask_entries(raw, places, entries, 0, PER_BLOCK, MAIN_RECORD, RAW)
+            _ask_entries(raw_scales, places2, entries, SIZE // 8, PER_BLOCK, MAIN_RECORD, RAW_SCALES)
+            async_copy.commit_group()
+            places = _fetch_places(where, first + 2 * KEYS, count, KEYS, RAW)
+            places2 = _fetch_places(where, first + 2 * KEYS, count, KEYS, RAW_SCALES)
+            mbarrier.wait(flags.index(_EMPTY + (turn & 1)), (turn // 2 - 1) & 1)
             _as_words(k_smem.index(turn & 1)).store(_entry_words(both, bits, RAW))
             fence_async_shared()
             gl.thread_barrier()
-            mbarrier.arrive(full.index(turn & 1), count=1)
-            # Under way while the others use the buffer.
-            both, bits = _fetch_entries(
-                main, places, main_stride, main_offset, PER_BLOCK, MAIN_RECORD, SIZE, RAW, SCALES
-            )
-            places = _fetch_places(where, first + 2 * KEYS, count, KEYS, RAW)
+            mbarrier.arrive(flags.index(_FULL + (turn & 1)), count=1)
             turn += 1
+        async_copy.wait_group(0)
 
 
 @gluon.jit
 def _weigh(
     room: gl.tuple,
-    flags: gl.tuple,
+    flags: gl.shared_memory_descriptor,
     sinks: gl.tensor,
     scale: gl.tensor,
     reach: gl.tuple,
@@ -349,7 +395,6 @@ def _weigh(
 ) -> None:
     """Scores and their weights in the running softmax, by four warps; rows' sums at the end."""
     q_smem, k_smem, p_smem, shrinks = room
-    full, _, weighed, told = flags
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, SCORES))
@@ -358,9 +403,9 @@ def _weigh(
     total = _sums(gl.where((row[:, None] >= 0) & (column[None, :] == 0), 1.0, 0.0))
     none = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
     scale = scale * (LOG2E * _LESS)
-    mbarrier.wait(told.index(0), 0)
+    mbarrier.wait(flags.index(_TOLD), 0)
     for turn in range(WINDOW // KEYS + (count + KEYS - 1) // KEYS):
-        mbarrier.wait(full.index(turn & 1), (turn // 2) & 1)
+        mbarrier.wait(flags.index(_FULL + (turn & 1)), (turn // 2) & 1)
         scores = warpgroup_mma(q_smem, k_smem.index(turn & 1).permute((1, 0)), none, use_acc=False, is_async=True)
         seen = _seen(column, turn, reach, count, WINDOW, KEYS)
         scores = warpgroup_mma_wait(0, deps=[scores])
@@ -372,44 +417,38 @@ def _weigh(
         shrinks.index(turn & 1).store(shrink)
         fence_async_shared()
         gl.thread_barrier()
-        mbarrier.arrive(weighed.index(turn & 1), count=1)
+        mbarrier.arrive(flags.index(_WEIGHED + (turn & 1)), count=1)
         parts = _sums(p)
         total = total * gl.convert_layout(shrink, gl.SliceLayout(1, parts.type.layout))[:, None] + parts
         largest = higher
     shrinks.index(2).store(gl.convert_layout(_LESS / gl.sum(total, axis=1), gl.SliceLayout(1, SCORES)))
     gl.thread_barrier()
-    mbarrier.arrive(told.index(0), count=1)
+    mbarrier.arrive(flags.index(_TOLD), count=1)
 
 
 @gluon.jit
-def _sum(  # noqa: PLR0915 - one pass over the keys
+def _sum(
     queries: gl.tensor,
     cos: gl.tensor,
     sin: gl.tensor,
-    records: gl.tuple,
     left: gl.tuple,
     room: gl.tuple,
-    flags: gl.tuple,
+    flags: gl.shared_memory_descriptor,
     token: gl.tensor,
     count: gl.tensor,
     ROWS: gl.constexpr,
     SIZE: gl.constexpr,
     PAIRS: gl.constexpr,
     WINDOW: gl.constexpr,
-    RING: gl.constexpr,
-    WINDOW_RECORD: gl.constexpr,
     KEYS: gl.constexpr,
     PER_GROUP: gl.constexpr,
 ) -> None:
-    """Queries and the first two turns' keys, weighted values, and what is left, by eight warps."""
+    """Queries, weighted values, and what is left, by eight warps."""
     q_smem, k_smem, p_smem, shrinks = room
-    full, empty, weighed, told = flags
     out, spans, rows = left
     HALF: gl.constexpr = SIZE // 2
     LAST: gl.constexpr = HALF // _CHUNK - 1
     TURN: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [8, 1], [1, 0])
-    RAW8: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [8, 1], [1, 0])
-    EXPONENTS: gl.constexpr = gl.SliceLayout(2, gl.BlockedLayout([1, 1, 8], [8, 4, 1], [8, 1, 1], [2, 1, 0]))
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 128, 16])
     ROWS_ACC: gl.constexpr = gl.SliceLayout(1, VALUES)
     # All that needs no other load is asked for before anything waits.
@@ -421,8 +460,6 @@ def _sum(  # noqa: PLR0915 - one pass over the keys
     pairs3 = _fetch_queries(heads, LAST, _CHUNK, TURN)
     c = _angles(cos, token, 1.0, PAIRS, _CHUNK, TURN)
     s = _angles(sin, token, 0.0, PAIRS, _CHUNK, TURN)
-    gl.thread_barrier()  # or loads of queries would be put behind what waits for the others
-    both8, exponent = _fetch_window(records, 0, KEYS, SIZE, WINDOW, RING, WINDOW_RECORD, RAW8, EXPONENTS)
     even0, odd0 = _plain_words(pairs0)
     even3, odd3 = _turned_words(pairs3, c, s)
     if LAST == 3:
@@ -432,29 +469,22 @@ def _sum(  # noqa: PLR0915 - one pass over the keys
         even3, odd3 = _beside(even2, even3), _beside(odd2, odd3)
     # In one go: between stores into slices of a buffer all warps wait for each other.
     _as_words(q_smem).store(_beside(_beside(even0, even3), _beside(odd0, odd3)))
-    next8, exponent_next = _fetch_window(records, KEYS, KEYS, SIZE, WINDOW, RING, WINDOW_RECORD, RAW8, EXPONENTS)
-    _as_words(k_smem.index(0)).store(_window_words(both8, exponent, RAW8))
     fence_async_shared()
     gl.thread_barrier()
-    mbarrier.arrive(told.index(0), count=1)
-    mbarrier.arrive(full.index(0), count=1)
-    _as_words(k_smem.index(1)).store(_window_words(next8, exponent_next, RAW8))
-    fence_async_shared()
-    gl.thread_barrier()
-    mbarrier.arrive(full.index(1), count=1)
+    mbarrier.arrive(flags.index(_TOLD), count=1)
 
     acc = gl.zeros([ROWS, SIZE], gl.float32, VALUES)
     for turn in range(WINDOW // KEYS + (count + KEYS - 1) // KEYS):
-        mbarrier.wait(weighed.index(turn & 1), (turn // 2) & 1)
+        mbarrier.wait(flags.index(_WEIGHED + (turn & 1)), (turn // 2) & 1)
         acc = acc * shrinks.index(turn & 1).load(ROWS_ACC)[:, None]
         acc = warpgroup_mma(p_smem.index(turn & 1), k_smem.index(turn & 1), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
         gl.thread_barrier()
-        mbarrier.arrive(empty.index(turn & 1), count=1)
+        mbarrier.arrive(flags.index(_EMPTY + (turn & 1)), count=1)
 
     c = _angles(cos, token, 1.0, PAIRS, _CHUNK, TURN)
     s = _angles(sin, token, 0.0, PAIRS, _CHUNK, TURN)
-    mbarrier.wait(told.index(0), 1)
+    mbarrier.wait(flags.index(_TOLD), 1)
     # A product with a row's reciprocal has the bits of a division of each element.
     q_smem.store((acc * shrinks.index(2).load(ROWS_ACC)[:, None]).to(gl.bfloat16))
     _leave(q_smem, c, s, out, spans, rows, token, PER_GROUP, HALF, _CHUNK, TURN)
@@ -512,31 +542,30 @@ def attend_kernel(
     q_smem = gl.allocate_shared_memory(gl.bfloat16, [ROWS, SIZE], _WIDE)
     k_smem = gl.allocate_shared_memory(gl.bfloat16, [2, KEYS, SIZE], _WIDE)
     p_smem = gl.allocate_shared_memory(gl.bfloat16, [2, ROWS, KEYS], _WIDE)
+    # Entries' records as they are, and their scales; or records of the window, half as many.
+    raw = gl.allocate_shared_memory(gl.int32, [KEYS, SIZE // 8], _RAW)
+    raws = (raw, gl.allocate_shared_memory(gl.int32, [KEYS, SIZE // 64], _LINES))
     # Of each buffer, and what the sums are multiplied with at the end.
     shrinks = gl.allocate_shared_memory(gl.float32, [3, ROWS], _PLAIN)
-    full = gl.allocate_shared_memory(gl.int64, [2, 1], _FLAGS)
-    empty = gl.allocate_shared_memory(gl.int64, [2, 1], _FLAGS)
-    weighed = gl.allocate_shared_memory(gl.int64, [2, 1], _FLAGS)
-    # That queries are there, then that sums of weights are.
-    told = gl.allocate_shared_memory(gl.int64, [1, 1], _FLAGS)
-    for buffer in gl.static_range(2):
-        mbarrier.init(full.index(buffer), count=1)
-        mbarrier.init(empty.index(buffer), count=1)
-        mbarrier.init(weighed.index(buffer), count=1)
-    mbarrier.init(told.index(0), count=1)
+    flags = gl.allocate_shared_memory(gl.int64, [7, 1], _FLAGS)
+    for flag in gl.static_range(7):
+        mbarrier.init(flags.index(flag), count=1)
     gl.thread_barrier()
-    records = (own, ring, position, oldest, begin, own_row, slot, ring_stride, ring_offset)
-    entries = (main, where + token * MOST, count, main_stride, main_offset)
-    room, flags, left = (q_smem, k_smem, p_smem, shrinks), (full, empty, weighed, told), (out, spans, rows)
+    # Other warps get their values by shared memory, in which little room is left.
+    own = own + own_row.to(gl.int64) * WINDOW_RECORD
+    ring = ring + slot * ring_stride + ring_offset
+    reach = (position, gl.where(slot >= 0, oldest, position + 1))
+    records = (own, ring, begin)
+    entries = (main + main_offset, main_stride, where + token * MOST, count)
+    room, left = (q_smem, k_smem, p_smem, shrinks), (out, spans, rows)
     gl.warp_specialize(
         [
             (_sum, (
-                queries, cos, sin, records, left, room, flags, token, count, ROWS, SIZE, PAIRS, WINDOW, RING,
-                WINDOW_RECORD, KEYS, PER_GROUP,
+                queries, cos, sin, left, room, flags, token, count, ROWS, SIZE, PAIRS, WINDOW, KEYS, PER_GROUP,
             )),
-            (_weigh, (room, flags, sinks, scale, (position, oldest, slot), count, ROWS, WINDOW, KEYS)),
+            (_weigh, (room, flags, sinks, scale, reach, count, ROWS, WINDOW, KEYS)),
             (_unpack, (
-                records, entries, k_smem, flags, KEYS, SIZE, WINDOW, RING, WINDOW_RECORD, MOST, PER_BLOCK,
+                records, reach, entries, k_smem, raws, flags, KEYS, SIZE, WINDOW, RING, WINDOW_RECORD, MOST, PER_BLOCK,
                 MAIN_RECORD,
             )),
         ],

@@ -1,8 +1,9 @@
 """How do two warps gate a whole row and leave it restated?
 
-`gpu_fp8.swiglu_rows` over a row's own length, in turns of 256 columns: 2,304 is nine of them, where a block of a power
-of two is 4,096, 44 % of it nothing. A row is asked for at once and stays in registers until its largest value is known.
-Turned columns are stored as the words they stay, not byte by byte. The same bits.
+Over a row's own length, in turns of 256 columns: 2,304 is nine of them, where a block of a power of two, as
+`gpu_fp8.swiglu_rows` takes rows of any length, is 4,096, 44 % of it nothing. A row is asked for at once and stays in
+registers until its largest value is known. Turned columns are stored as the words they stay, not byte by byte. The same
+bits.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator, assignment, var-annotated"
 
@@ -17,9 +18,8 @@ from kernels.ops import gpu_fp8
 from kernels.ops.gpu_formats import FP8_FLOOR, e4m3_bits, exponents, fp8_round_trip, power
 from kernels.ops.gpu_fp8 import SpanRows
 from kernels.ops.gpu_launch import check, runs_kernels
+from kernels.ops.gpu_overlap import early, let_next_start, overlaps, wait_alone
 
-WHOLE = False
-"""Whether rows whose length is a few turns are gated so: not before a GPU has timed it."""
 COLUMNS, WARPS = 256, 2
 """Of a turn, and of a program: a lane has four columns, which stay a word wherever they are turned to."""
 _MOST_TURNS = 10
@@ -38,17 +38,30 @@ def swiglu_rows(
     *,
     limit: float,
     turns: bool = False,
+    follows_product: bool = False,
 ) -> SpanRows:
-    """The clamped SwiGLU of rows, rounded to fp8 and restated under one scale a row: as `gpu_fp8.swiglu_rows`."""
-    if WHOLE and takes(gate_up.shape[1] // 2) and runs_kernels(gate_up):
-        return gate_rows(gate_up, targets, factors, limit=limit, turns=turns)
+    """The clamped SwiGLU of rows, rounded to fp8 and restated under one scale a row: as `gpu_fp8.swiglu_rows`.
+
+    By this file's kernel where rows are a few whole turns.  follows_product: as for `gate_rows`.
+    """
+    if takes(gate_up.shape[1] // 2) and runs_kernels(gate_up):
+        return gate_rows(gate_up, targets, factors, limit=limit, turns=turns, follows_product=follows_product)
     return gpu_fp8.swiglu_rows(gate_up, targets, factors, limit=limit, turns=turns)
 
 
 def gate_rows(
-    gate_up: Tensor, targets: Tensor | None, factors: Tensor | None, *, limit: float, turns: bool
+    gate_up: Tensor,
+    targets: Tensor | None,
+    factors: Tensor | None,
+    *,
+    limit: float,
+    turns: bool,
+    follows_product: bool = False,
 ) -> SpanRows:
-    """The same by this file's kernel."""
+    """The same by this file's kernel.
+
+    follows_product: rows are what was launched last on this stream, and began when targets and factors were there.
+    """
     positions, width = len(gate_up), gate_up.shape[1] // 2
     check(takes(width), "rows are a few whole turns")
     check(gate_up.dtype == torch.bfloat16 and gate_up.is_contiguous(), "rows are bf16, end to end")
@@ -57,6 +70,8 @@ def gate_rows(
     scale = torch.empty(1, positions, dtype=torch.float32, device=gate_up.device)
     if positions:
         columns = min(width & -width, COLUMNS)
+        can_overlap = overlaps(gate_up)
+        overlap = follows_product and can_overlap
         _gate_rows_kernel[(positions,)](
             gate_up,
             gate_up if targets is None else targets,
@@ -69,7 +84,10 @@ def gate_rows(
             TURNS=width // columns,
             WEIGHED=factors is not None,
             TURNED=turns,
+            OVERLAP=overlap,
+            LETS_START=turns and can_overlap,
             num_warps=WARPS,
+            **early(overlap),
         )
     return SpanRows(data.view(torch.float8_e4m3fn), scale, turns)
 
@@ -87,15 +105,22 @@ def _gate_rows_kernel(
     TURNS: tl.constexpr,
     WEIGHED: tl.constexpr,
     TURNED: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    LETS_START: tl.constexpr,
 ) -> None:
     position = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     row = gate_up + position * 2 * SIZE
+    if OVERLAP and WEIGHED:
+        factor = tl.load(factors + tl.load(targets + position))
+    # The next kernel may count on all that came before the product, so it starts when that is complete.
+    wait_alone(OVERLAP)
+    let_next_start(LETS_START)
     gates, ups = (), ()
     for turn in tl.static_range(TURNS):
         gates = gates + (tl.load(row + turn * COLUMNS + column),)  # noqa: RUF005 - a tuple of Triton's
         ups = ups + (tl.load(row + SIZE + turn * COLUMNS + column),)  # noqa: RUF005 - as above
-    if WEIGHED:
+    if WEIGHED and not OVERLAP:
         factor = tl.load(factors + tl.load(targets + position))
     largest = tl.zeros((1, COLUMNS), tl.float32)
     made = ()

@@ -95,8 +95,7 @@ class Shared:
         return valued(self.data.clone())
 
     def _reinterpret(self, dtype, shape, _layout):
-        assert list(self.data.view(dtype).shape) == list(shape)
-        return Shared(self.data.view(dtype))
+        return Shared(self.data.view(dtype).view(shape))
 
 
 class Pending:
@@ -258,6 +257,36 @@ class Engine:
             raise failed[0]
 
 
+class Groups:
+    """Copies that threads ask for themselves, in groups: made at once, or when the partition waits for their group."""
+
+    def __init__(self, load: Callable[..., Tensor], *, is_late: bool) -> None:
+        self._load, self._is_late = load, is_late
+        self._own = threading.local()
+
+    def _asked(self) -> list[list[Callable[[], None]]]:
+        """Groups of this partition, oldest first; the last one is still open."""
+        asked: list[list[Callable[[], None]]] = self._own.__dict__.setdefault("asked", [[]])
+        return asked
+
+    def async_copy_global_to_shared(self, smem, at, mask=True):
+        def copy() -> None:
+            smem.data.copy_(self._load(at, mask))
+
+        smem.data.fill_(-1)
+        self._asked()[-1].append(copy)
+        if not self._is_late:
+            self._asked()[-1].pop()()
+
+    def commit_group(self):
+        self._asked().append([])
+
+    def wait_group(self, num_outstanding):
+        while len(self._asked()) > num_outstanding + 1:
+            for copy in self._asked().pop(0):
+                copy()
+
+
 class Machine:
     """What a kernel's source names, over the memory of one launch."""
 
@@ -298,10 +327,9 @@ class Machine:
         for inside, memory, place in self._places(at, mask):
             memory[place] = value[inside].as_subclass(Tensor).contiguous()[:, None].view(torch.uint8)
 
-    def bring(self, at):
-        """Nothing but that all of it is there."""
-        for place in range(0, 64, 8):
-            list(self._places(Pointer(at.address + place, torch.int64), True))
+    def bring(self, at, wanted=True):
+        """Nothing but that the first of it is there."""
+        list(self._places(Pointer(at.address, torch.uint8), wanted))
 
     def multiply(self, a, b, acc, *, use_acc=True, is_async):
         assert is_async
@@ -356,6 +384,7 @@ class Machine:
             "gl": language,
             "mbarrier": engine,
             "tma": engine,
+            "async_copy": Groups(self.load, is_late=self._is_late),
             "fence_async_shared": lambda: None,
             "bring": self.bring,
             "warpgroup_mma": self.multiply,

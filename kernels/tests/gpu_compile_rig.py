@@ -16,7 +16,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -323,8 +323,7 @@ def v41_index(source: int, *, heads: int = INDEX_HEADS) -> None:
     score(queries, weights, keys, i32(3, 3), seen, width=131_072, block_size=8)
     select(bf16(tokens, 16_384), seen, count=2048)
     score_candidates(queries, weights, keys, i32(tokens), seen, i32(tokens, 2048), block_size=8)
-    select(bf16(tokens, 16_384), seen, count=512, by_maxima=False)
-    select(bf16(tokens, 131_072), seen, count=512, by_maxima=True)
+    select(bf16(tokens, 131_072), seen, count=512)
     locate(i32(tokens, 512), keys, i32(tokens), i32(tokens, 2048), block_size=8)
     locate(i32(tokens, 512), keys, i32(tokens))
 
@@ -362,6 +361,19 @@ def v41_units(rows: int) -> None:
         gpu_grouped_fp8.multiply(span_rows(bf16(slots, WIDTH), span=256), down, groups, num_out=slots, wide=wide)
     gathered(SpanRows(torch.empty(rows, HIDDEN, dtype=kind), fp32(1, rows)), groups.sources)
     swiglu_rows(bf16(slots, 2 * WIDTH), groups.targets, fp32(slots), limit=10.0)
+
+
+def v41_packed(widths: tuple[int, ...]) -> None:
+    """A decode step's experts and a prefill's as fp4 in registers: gate and up, then down."""
+    cut, kind = replace(gpu_grouped_packed.CUT, widths=widths), torch.float8_e4m3fn
+    if widths[-1] > 256:
+        cut = replace(cut, stages=3)
+    for experts, slots in ((7, 1536), (EXPERTS, 98_304)):
+        for out, size in ((2 * WIDTH, HIDDEN), (HIDDEN, WIDTH)):
+            packed = Weights("fp4", u8(experts, out, size // 2), u8(experts, out, size // 32), size)
+            powers = Powers(u8(experts, out), fp32(experts, out), i32(64, 2), spread_binades=2)
+            rows = SpanRows(torch.empty(slots, size, dtype=kind), fp32(1, slots), is_turned=True)
+            gpu_grouped_packed.multiply(rows, packed, powers, i32(experts), cut=cut)
 
 
 def v41_fp8(tokens: int) -> None:
@@ -417,6 +429,8 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
     yield "v41 layout", launches.layouts
     for here in (7, EXPERTS):
         yield f"v41 routes {here}", partial(sublayers.routes, here)
+    for tokens, experts in ((16, EXPERTS), (64, EXPERTS), (256, EXPERTS), (256, 128), (16_384, EXPERTS)):
+        yield f"v41 router {tokens} {experts}", partial(sublayers.routed_rows, tokens, experts)
     kinds: tuple[Format, ...] = ("fp4", "fp8", "bf16")
     for kind in kinds:
         for rows in (4, 40, 400):

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from kernels.ops.gpu_beside import Beside
 from kernels.ops.gpu_hyper import MixingWeights, enter, leave
-from kernels.ops.gpu_moe import Placed, combine, group, route
+from kernels.ops.gpu_moe import combine, group
+from kernels.ops.gpu_router import Placed, choose, route_rows
 from kernels.ops.hyper import Coefficients
 
 META = torch.device("meta")
@@ -26,7 +27,7 @@ _bf16, _fp32, _i32 = (partial(_of, dtype) for dtype in (torch.bfloat16, torch.fl
 def routes(here: int) -> None:
     """Experts chosen, sorted (all of them, or a rank's) and added up."""
     tokens, images, lines = 160, _of(torch.bool, 160), _i32(160)
-    logits, chosen = (_fp32(tokens, EXPERTS), _fp32(EXPERTS)), partial(route, top_k=TOP_K, scaling=1.5)
+    logits, chosen = (_fp32(1, tokens, EXPERTS), _fp32(EXPERTS)), partial(choose, top_k=TOP_K, scaling=1.5)
     chosen(*logits, None, None, Placed(None, lines))
     chosen(*logits, _fp32(EXPERTS), images, Placed(_i32(EXPERTS), lines))
     group(_i32(tokens, TOP_K), num_experts=here, first_expert=EXPERTS - here)
@@ -34,6 +35,14 @@ def routes(here: int) -> None:
     combine(slots, None, top_k=TOP_K)
     for places in (None, _i32(len(slots))):
         combine(slots, _bf16(tokens, HIDDEN), _i32(tokens, TOP_K), top_k=TOP_K, places=places)
+
+
+def routed_rows(tokens: int, experts: int) -> None:
+    """Rows to their experts, in shares where they are few; with images and without."""
+    given, placed = (_bf16(tokens, HIDDEN), _bf16(experts, HIDDEN), _fp32(experts)), Placed(_i32(experts), _i32(tokens))
+    routed = partial(route_rows, top_k=TOP_K if experts == EXPERTS else 3, scaling=1.5)
+    routed(*given, None, None, placed)
+    routed(*given, _fp32(experts), _of(torch.bool, tokens), placed)
 
 
 def streams(tokens: int, *, is_invariant: bool) -> None:

@@ -1,4 +1,4 @@
-"""What does V4.1 launch in a way that is switched off until a GPU has timed it? Over tensors without values."""
+"""What does V4.1 launch where whole rows are restated, moved, gated or chosen from at once? Over tensors without values."""
 
 from __future__ import annotations
 

@@ -6,16 +6,16 @@ import torch
 pytest.importorskip("triton", reason="Triton, whose interpreter runs the kernels here, is not installed")
 
 from kernels.ops import gpu_choice, gpu_index
-from kernels.ops.gpu_index import select
+from kernels.ops.gpu_choice import select_by_words, takes
+from kernels.ops.gpu_index import select, select_by_counting
 from kernels.ops.gpu_launch import interpreted
 
 STEP = 16
 
 
 @pytest.fixture(autouse=True)
-def by_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In turns of so few groups that a row takes several."""
-    monkeypatch.setattr(gpu_index, "BY_WORDS", True)
+def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of so few groups that a row takes several."""
     monkeypatch.setattr(gpu_choice, "STEP", STEP)
 
 
@@ -26,7 +26,7 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
 def assert_chosen(scores: torch.Tensor, seen: torch.Tensor, count: int) -> None:
     expected = select(scores, seen, count=count)
     with interpreted():
-        got = select(scores, seen, count=count, by_maxima=True)
+        got = select_by_words(scores, seen, count=count)
 
     assert torch.equal(expected, got), count
 
@@ -69,3 +69,31 @@ def test_scores_of_any_spread_are_chosen(seed: int) -> None:
     scores = (torch.exp(spread).clamp(1e-30, 1e30) * draw(6, 400, seed=seed + 9).sign()).bfloat16()
     seen = torch.tensor([400, 399, 390, 161, 120, 96]).int()
     assert_chosen(scores, seen, 11)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("width", "count", "is_by_words"), [(256, 40, True), (260, 40, False), (2056, 1025, False)])
+def test_rows_of_whole_groups_are_chosen_from_by_words(
+    width: int, count: int, is_by_words: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any others by counting, and so are those of which very many are chosen; it makes the same of all of them."""
+    taken = []
+
+    def noted(scores: torch.Tensor, seen: torch.Tensor, *, count: int) -> torch.Tensor:
+        taken.append(count)
+        return select_by_words(scores, seen, count=count)
+
+    monkeypatch.setattr(gpu_index, "select_by_words", noted)
+    scores, seen = (draw(3, width) * 2).round().bfloat16(), torch.tensor([width, width - 9, 30]).int()
+    expected = select(scores, seen, count=count)
+    with interpreted():
+        got, counted = (choose(scores, seen, count=count) for choose in (select, select_by_counting))
+
+    assert is_by_words == takes(width, count) == bool(taken)
+    assert torch.equal(expected, got)
+    assert torch.equal(expected, counted)
+
+
+def test_more_than_registers_hold_are_not_chosen_by_words() -> None:
+    with pytest.raises(ValueError, match="at most 1024"):
+        select_by_words(draw(1, 4096).bfloat16(), torch.tensor([4096]).int(), count=1025)

@@ -1,11 +1,10 @@
-"""Programs that stay on their multiprocessors and multiply one tile after the other: the same bits, each tile once."""
+"""How packed experts' rows are shared out among programs: as wide as they need, a last round by all, the same bits."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,135 +16,126 @@ pytest.importorskip("triton", reason="Triton is not installed: kernels for GPUs 
 from kernels.ops import gpu_grouped_packed
 from kernels.ops.gpu_fp8 import SpanRows, turned_places
 from kernels.ops.gpu_grouped import Weights, fp4_weights
-from kernels.ops.gpu_grouped_packed import OUTS, Cut, multiply
+from kernels.ops.gpu_grouped_packed import CUT, OUTS, Cut, multiply
 from kernels.ops.gpu_grouped_unpack import powers_of, unpack
-from kernels.ops.gpu_launch import interpreted, tiles
+from kernels.ops.gpu_launch import interpreted
 from kernels.tests.gluon_alone import Launcher, Machine
 from kernels.tests.test_gpu_compile import ON_SM90, ROOT, SHARED_BYTES
 
-_ROWS = 256
+_ROWS, _LEAST = 256, 64
+
+Part = tuple[int, int, int, int]
+"""First row, how many, expert, tile of its matrix."""
 
 
-Unit = tuple[int, int, int, int]
-"""First row, how many, first row in all matrices, first row in its own matrix."""
+def parts_of(ends: list[int], programs: int, num_outs: int, rounds: int) -> list[Part]:
+    """What each program of a launch makes, where it makes something."""
+    known, machine = torch.tensor(ends).int(), Machine(is_late=False)
+    named = {"EXPERTS": len(ends), "EXPERTS_BLOCK": 128, "ROWS": _ROWS, "LEAST": _LEAST, "NUM_OUTS": num_outs}
+    most = (ends[-1] + min(len(ends), ends[-1]) * (_ROWS - 1)) // _ROWS * num_outs + 3 * programs // 4
+    shared = {"PROGRAMS": programs, "SHARING_ROUNDS": rounds}
+    told = [
+        machine.returned(gpu_grouped_packed._tile, (program,), (most,), (known,), named | shared)
+        for program in range(most)
+    ]
+    return [(int(first), int(left), int(expert), int(tile)) for first, left, expert, tile in told if left > 0]
 
 
-def units_of(ends: list[int], programs: int, num_outs: int, *, of: Sequence[int] = ()) -> list[list[Unit]]:
-    """What the kernel says that each program makes, or each of some."""
-    known, machine, grid = torch.tensor(ends).int(), Machine(is_late=False), (programs,)
-    shape = {"EXPERTS": len(ends), "ROWS": _ROWS}
-    plan = machine.returned(gpu_grouped_packed._plan, (0,), grid, (known,), {**shape, "NUM_OUTS": num_outs})
-
-    def told(unit: int) -> Unit:
-        named = {**shape, "WIDTH": num_outs * OUTS.value}
-        first, rows, place, column = machine.returned(gpu_grouped_packed._unit, (0,), grid, (unit, plan, known), named)
-        return int(first), int(rows), int(place), int(column)
-
-    return [[told(unit) for unit in range(program, int(plan[2]), programs)] for program in of or range(programs)]
-
-
+@pytest.mark.parametrize("rounds", [0, 1, 4])
 @pytest.mark.parametrize(
-    ("ends", "programs", "num_outs", "rounds"),
+    ("ends", "programs", "num_outs"),
     [
-        ([210, 215, 430, 650, 900, 1120, 1536], 40, 1, 1),  # 8 tiles of 40: quarters
-        ([210, 430, 430, 650], 7, 5, 3),  # an expert without rows; two full rounds and one tile
-        ([256, 512, 769], 11, 4, 2),  # a last row alone; five of eleven: halves
-        ([256, 512, 769], 9, 4, 2),  # seven of nine: whole
-        ([1, 3, 4], 4, 2, 2),  # pieces without rows
-        ([0, 0, 0], 4, 2, 0),
-        ([7 * (expert + 1) for expert in range(70)], 9, 1, 8),  # more experts than lanes
-        ([0] * 40 + [300] * 30, 3, 2, 2),
+        ([210, 215, 430, 650, 900, 1120, 1536], 40, 1),  # 8 tiles of 40: quarters
+        ([210, 430, 430, 650], 7, 5),  # an expert without rows; two full rounds and one tile
+        ([256, 512, 769], 11, 4),  # a last row alone; five of eleven: halves
+        ([256, 512, 769], 9, 4),  # seven of nine: whole
+        ([1, 3, 4], 4, 2),  # too few rows for parts
+        ([0, 0, 0], 4, 2),
+        ([7 * (expert + 1) for expert in range(70)], 9, 1),
+        ([0] * 40 + [300] * 30, 3, 2),
     ],
 )
 def test_every_row_of_every_tile_is_made_once(ends: list[int], programs: int, num_outs: int, rounds: int) -> None:
-    """By as few rounds as tiles fill; programs differ by one unit, and a unit's rows are its expert's."""
-    made = units_of(ends, programs, num_outs)
+    """By an expert's own program, whether or not a last round is shared."""
     starts = [0, *ends[:-1]]
-    expected = {(row, expert * num_outs + out) for expert, (begin, end) in enumerate(zip(starts, ends, strict=True))
-                for row in range(begin, end) for out in range(num_outs)}  # fmt: skip
-    got = [
-        (first + row, place // OUTS.value)
-        for units in made
-        for first, count, place, _ in units
-        for row in range(max(count, 0))
+    expected = [
+        (row, expert, out)
+        for expert, (begin, end) in enumerate(zip(starts, ends, strict=True))
+        for row in range(begin, end)
+        for out in range(num_outs)
     ]
+    made = parts_of(ends, programs, num_outs, rounds)
+    got = [(first + row, expert, out) for first, count, expert, out in made for row in range(count)]
 
     assert sorted(expected) == sorted(got)
-    assert rounds == max(len(units) for units in made)
-    assert all(column == place % (num_outs * OUTS.value) for units in made for _, _, place, column in units)
-    assert max(len(units) for units in made) - min(len(units) for units in made) <= 1
+    assert all(count <= _ROWS for _, count, _, _ in made)
 
 
-def test_a_last_round_is_shared_in_pieces_that_fill_it() -> None:
+def test_a_last_round_is_shared_in_parts_that_fill_it() -> None:
     """A decode step's down product at V4.1's dimensions: 16 of 280 tiles, as 64 quarters. Up: 120 of 252, whole."""
-    ends, of = [219 * expert for expert in range(1, 8)], (0, 2, 3, 63, 64, 119, 120, 131)
-    down, up = ([[unit[1] for unit in units] for units in units_of(ends, 132, outs, of=of)] for outs in (40, 36))
+    ends = [219 * expert for expert in range(1, 8)]
+    down, up, many = (
+        [count for _, count, _, _ in parts_of(ends, 132, outs, rounds)] for outs, rounds in ((40, 3), (36, 3), (40, 2))
+    )
 
-    assert [[219, 219, 64]] * 2 + [[219, 219, 27]] * 2 + [[219, 219]] * 4 == down
-    assert [[219, 219]] * 6 + [[219]] * 2 == up
+    assert [219] * 264 + [64, 64, 64, 27] * 16 == down
+    assert [219] * 252 == up
+    assert [219] * 280 == many
 
 
-def exact_case(size: int) -> tuple[SpanRows, Weights]:
+def exact_case(size: int, count: int = 153) -> tuple[SpanRows, Weights]:
     """Sums that fp32 holds exactly, in whichever order: whole numbers, and powers up to three binades apart."""
     noise = torch.Generator().manual_seed(3)
     data = torch.randint(0, 256, (4, 2 * OUTS.value, size // 2), generator=noise, dtype=torch.uint8).view(torch.int8)
     scale = torch.randint(118, 122, (4, 2 * OUTS.value, size // 32), generator=noise, dtype=torch.uint8)
-    values = torch.randint(-8, 9, (153, size), generator=noise).float()
-    turned = torch.empty(153, size, dtype=torch.float8_e4m3fn)
+    values = torch.randint(-8, 9, (count, size), generator=noise).float()
+    turned = torch.empty(count, size, dtype=torch.float8_e4m3fn)
     turned.view(torch.uint8)[:, turned_places(size)] = values.to(torch.float8_e4m3fn).view(torch.uint8)
-    powers = 2.0 ** torch.randint(-3, 4, (1, 153), generator=noise).float()
+    powers = 2.0 ** torch.randint(-3, 4, (1, count), generator=noise).float()
     return SpanRows(turned, powers, is_turned=True), fp4_weights(data, scale.view(torch.float8_e8m0fnu))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("programs", "stages", "size", "is_late"),
-    [(3, 3, 384, False), (3, 4, 640, True), (7, 5, 128, True), (20, 2, 256, False)],
-    ids=["whole", "whole, late", "quarters, late", "halves"],
+    ("widths", "programs", "stages", "size", "is_late"),
+    [
+        ((16, 32, 64), 3, 3, 384, False),
+        ((16, 32, 48, 64), 7, 4, 640, True),
+        ((32, 48, 80, 112, 128), 20, 2, 256, True),
+        ((64, 224, 256), 132, 4, 128, False),
+        ((64, 272), 3, 3, 256, True),
+    ],
+    ids=["powers of two", "three quarters, late", "last of seven eighths, late", "all in one", "past 256"],
 )
-def test_programs_that_stay_make_the_same_bits(
-    programs: int, stages: int, size: int, is_late: bool, monkeypatch: pytest.MonkeyPatch
+def test_rows_have_the_same_bits_in_every_width(
+    widths: tuple[int, ...], programs: int, stages: int, size: int, is_late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Turns of a tile go on in the slots, and at the barriers, where the tile before ended.
-
-    Where scales are asked for ahead, no address is beside the matrices.
-    """
-    x, weights = exact_case(size)
-    powers, ends = powers_of(weights), torch.tensor([1, 1, 113, 150]).int()
-    cut = Cut(64, stages, 232, scales_ahead=is_late)
+    """Of one power of two or several, and in parts of a last round."""
+    count = 450 if widths[-1] > 256 else 153
+    x, weights = exact_case(size, count)
+    powers, ends = powers_of(weights), torch.tensor([1, 1, count - 40, count - 3]).int()
     kernel = Launcher(gpu_grouped_packed.packed_kernel, is_late=is_late)
     monkeypatch.setattr(gpu_grouped_packed, "packed_kernel", kernel)
     monkeypatch.setattr(gpu_grouped_packed, "multiprocessors", lambda _: programs)
     with interpreted():
-        each = multiply(x, weights, powers, ends, cut=cut)
-        monkeypatch.setattr(gpu_grouped_packed, "MOST_ROUNDS", 99)
-        stayed = multiply(x, weights, powers, ends, cut=cut)
+        whole, shared = (
+            multiply(x, weights, powers, ends, cut=Cut(widths, stages, 232, sharing_rounds=rounds)) for rounds in (0, 9)
+        )
     rows, wide = x.dense(), unpack(weights, powers)
     bounds = enumerate(pairwise([0, *ends.tolist()]))
     expected = torch.cat([rows[begin:end] @ wide.dense(expert).T for expert, (begin, end) in bounds])
 
-    assert torch.equal(expected.bfloat16(), stayed[:150])
-    assert torch.equal(each[:150], stayed[:150])
+    assert torch.equal(expected.bfloat16(), whole[: count - 3])
+    assert torch.equal(whole[: count - 3], shared[: count - 3])
 
 
-def test_who_stays_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until a card has shown that it is faster; then for few rounds of tiles, as a decode step has them."""
-    grids = []
-
-    class Grids:
-        def __getitem__(self, grid: tuple[int, ...]) -> object:
-            return lambda *_, STAYS, **__: grids.append((grid[0], STAYS))
-
+@pytest.mark.parametrize("widths", [(64, 192), (64, 32), (60, 64), (64, 304), (64, 512), ()])
+def test_widths_that_no_layout_has_are_refused(widths: tuple[int, ...]) -> None:
+    """Each is a sum of powers of two from 16 to 256, the last one of them, and they ascend."""
     x, weights = exact_case(128)
-    monkeypatch.setattr(gpu_grouped_packed, "packed_kernel", Grids())
-    monkeypatch.setattr(gpu_grouped_packed, "multiprocessors", lambda _: 5)
-    most = (tiles(153, 64) + 4) * 2
-    with interpreted():
-        for rounds in (gpu_grouped_packed.MOST_ROUNDS, 2, 3):
-            monkeypatch.setattr(gpu_grouped_packed, "MOST_ROUNDS", rounds)
-            multiply(x, weights, powers_of(weights), torch.tensor([1, 1, 113, 150]).int(), cut=Cut(64, 4, 232))
 
-    assert [(most, False), (most, False), (5, True)] == grids
+    with pytest.raises(ValueError, match="widths"):
+        multiply(x, weights, powers_of(weights), torch.tensor([1, 1, 113, 150]).int(), cut=Cut(widths, 4, 232, 0))
 
 
 _TELL = """
@@ -154,26 +144,23 @@ from dataclasses import replace
 import triton
 from kernels.ops import gpu_grouped_packed
 triton.knobs.nvidia.dump_ptxas_log = True
-gpu_grouped_packed.MOST_ROUNDS = 8
-gpu_grouped_packed.multiprocessors = lambda _: 132
-for launch in rig.caught(lambda: rig.v41_units(400)):
-    if launch.kernel is gpu_grouped_packed.packed_kernel:
-        for changed in ({}, {"STAGES": 5}, {"SCALES_AHEAD": True}):
-            told = rig.compiled(*rig.source_of(replace(launch, named=launch.named | changed)), "stays")
-            print(json.dumps([launch.named["STAYS"], told.spilled_bytes, told.stack_bytes, told.shared_bytes]))
+for launch in rig.caught(lambda: rig.v41_packed(WIDTHS)):
+    told = rig.compiled(*rig.source_of(launch), "widths")
+    print(json.dumps([told.spilled_bytes, told.stack_bytes, told.shared_bytes]))
 """
 
 
 @pytest.mark.slow
-def test_programs_that_stay_compile_without_spilling(tmp_path: Path) -> None:
-    """For SM90, at V4.1's dimensions; also with a stage more, and where scales are asked for ahead."""
+@pytest.mark.parametrize("widths", [CUT.widths, (16, 64, 176, 208, 240, 256), (240, 288)])
+def test_no_width_spills(widths: tuple[int, ...], tmp_path: Path) -> None:
+    """For SM90, at V4.1's dimensions, for a decode step's experts and for a prefill's."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", ON_SM90 + _TELL],
+        [sys.executable, "-W", "ignore", "-c", ON_SM90 + _TELL.replace("WIDTHS", repr(widths))],
         env={"HOME": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"},
         cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert 0 == done.returncode, done.stderr[-4000:]
     told = [json.loads(line) for line in done.stdout.splitlines()]
 
-    assert [[True, 0, 0]] * 3 == [each[:3] for each in told]
-    assert all(each[3] <= SHARED_BYTES for each in told)
+    assert [[0, 0]] * 4 == [each[:2] for each in told]
+    assert all(each[2] <= SHARED_BYTES for each in told)

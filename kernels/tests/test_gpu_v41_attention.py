@@ -126,23 +126,6 @@ def test_of_equal_scores_the_lower_index_is_chosen(monkeypatch: pytest.MonkeyPat
     assert torch.equal(everything, got_everything)
 
 
-@pytest.mark.slow
-def test_a_choice_by_maxima_is_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ties within, across and at the edge of groups, more level groups than are listed, and rows that see little."""
-    monkeypatch.setattr(gpu_index, "MAXIMA_STEP", 16)
-    scores = (draw(8, 200, seed=3) * 2).round().bfloat16()
-    scores[0], scores[1], scores[1, 70:] = 1.0, float("-inf"), -2.0
-    scores[2, 5], scores[3], scores[4] = float("nan"), -0.0, draw(200, seed=4).bfloat16()
-    scores[3, ::2], scores[5], scores[5, 7::8] = 0.0, -1.0, 3.0
-    seen = torch.tensor([200, 200, 83, 200, 193, 200, 9, 0]).int()
-    for rows, count in ((8, 20), (3, 3)):
-        expected = select(scores[:rows], seen[:rows], count=count)
-        with interpreted():
-            got = select(scores[:rows], seen[:rows], count=count, by_maxima=True)
-
-        assert torch.equal(expected, got), count
-
-
 def test_a_step_is_laid_out_without_the_host() -> None:
     """Sequences of 0 to 6 rows, and padding behind them."""
     counts, ends = torch.tensor([3, 1, 0, 6, 4]).int(), torch.tensor([10, 5, 9, 100, 77]).int()

@@ -41,8 +41,9 @@ from kernels.ops.gpu_grouped_fp8 import Cut
 from kernels.ops.gpu_grouped_unpack import powers_of, unpack
 from kernels.ops.gpu_launch import interpreted
 from kernels.ops.gpu_matmul import Fp8Tile, Matrix, every_row, fp8_product, product
-from kernels.ops.gpu_moe import Placed, combine, group, route
+from kernels.ops.gpu_moe import combine, group
 from kernels.ops.gpu_quant import quantise_rows, round_fp8
+from kernels.ops.gpu_router import Placed, choose
 
 EXPERTS, TOP, TOKENS, SIZE, OUT = 3, 2, 7, 128, 64
 
@@ -70,13 +71,13 @@ def test_tokens_are_routed_as_by_the_twin() -> None:
     images = torch.arange(9) % 4 == 0
     lines, rows = torch.arange(9).int() - 1, torch.tensor([0, -1, 1, 2, -1, 3, 4, 5, 6, -1]).int()
     for arguments in (
-        (logits, bias, image_bias, images, Placed(None, lines)),
-        (logits, bias, None, None, Placed(rows, lines)),
-        (logits, bias, None, None, Placed(None, lines)),
+        (logits[None], bias, image_bias, images, Placed(None, lines)),
+        (logits[None], bias, None, None, Placed(rows, lines)),
+        (logits[None], bias, None, None, Placed(None, lines)),
     ):
-        expected = route(*arguments, top_k=3, scaling=1.5)
+        expected = choose(*arguments, top_k=3, scaling=1.5)
         with interpreted():
-            got = route(*arguments, top_k=3, scaling=1.5)
+            got = choose(*arguments, top_k=3, scaling=1.5)
         assert torch.equal(expected.experts, got.experts)
         torch.testing.assert_close(expected.weights, got.weights, rtol=1e-5, atol=0)
         assert [-1, -1, -1] == got.experts[0].tolist()

@@ -152,8 +152,8 @@ def test_experts_compute_the_same_however_they_are_kept(monkeypatch: pytest.Monk
 
     def rows(weights: GpuV41Weights, *, is_invariant: bool) -> Tensor:
         products = Products(is_invariant)
-        entered = enter_experts(products, before, before.x, mixing)
         moe = weights.layers[0].moe
+        entered = enter_experts(products, before, before.x, mixing, moe)
         made, is_in_order = routed(products, moe, entered, groups, factors, limit=config.moe.swiglu_limit)
         assert groups.places is not None
         return made if is_in_order else made[groups.places.long()]
@@ -171,7 +171,8 @@ def test_room_for_unpacked_experts_is_planned_where_steps_are_large() -> None:
 
     def bytes_of(step_tokens: int, experts: ExpertFormat, *, is_invariant: bool) -> int:
         named = {"step_tokens": step_tokens, "num_windows": 9, "num_sequences": 64}
-        return v41_need(config, layout, experts, is_invariant=is_invariant, **named).weights  # type: ignore[arg-type] # ints
+        modes = {"is_invariant": is_invariant, "dense_in_fp8": not is_invariant}
+        return v41_need(config, layout, experts, **modes, **named).weights  # type: ignore[arg-type] # ints
 
     few = bytes_of(8, "fp4", is_invariant=False)
     assert room_bytes(config, here) == bytes_of(enough, "fp4", is_invariant=False) - few

@@ -90,9 +90,7 @@ def _e4m3(packed: Weights) -> RowScaled:
 def loaded(
     config: V41Config, tensors: Tensors, experts: ExpertFormat, placement: Placement, *, unpacks: bool = False
 ) -> tuple[Experts, Experts]:
-    loader = ExpertLoader(
-        config, tensors, CPU, experts=experts, placement=placement, unpacks=unpacks, is_invariant=not unpacks
-    )
+    loader = ExpertLoader(config, tensors, CPU, experts=experts, placement=placement, unpacks=unpacks)
     return loader.load(PREFIX)
 
 

@@ -1,4 +1,4 @@
-"""Ways to move a whole row at once, switched off until a GPU has timed them: interpreted, beside what is in use."""
+"""Kernels that move a whole row at once, interpreted: the same as by those that take rows of any length."""
 
 from __future__ import annotations
 
@@ -67,8 +67,7 @@ def test_a_token_s_row_goes_on_in_one_launch(
 ) -> None:
     """Three and five turns; a token of zeros; an own `pre`; with and without the rows that fp8 products see."""
     monkeypatch.setattr(gpu_hyper, "SLICE", 32)
-    monkeypatch.setattr(gpu_hyper, "STEP", 32)
-    tokens = 5
+    tokens, by_rows = 5, gpu_hyper_rows.takes
     streams, output = draw(tokens, 4, hidden).bfloat16(), draw(tokens, hidden, seed=1).bfloat16()
     streams[4], output[4] = 0.0, 0.0
     pre = first_pre(tokens, CPU) + 0.25 * draw(tokens, 4, seed=4).abs()
@@ -76,8 +75,8 @@ def test_a_token_s_row_goes_on_in_one_launch(
     given, weights = output if has_output else None, mixing(hidden)
     for named in ({"restates": True}, {"restates": False, "pre": pre.flip(0).contiguous()}):
         made = []
-        for way in (False, True):
-            monkeypatch.setattr(gpu_hyper, "BY_ROWS", way)
+        for takes in (lambda _: False, by_rows):
+            monkeypatch.setattr(gpu_hyper_rows, "takes", takes)
             with interpreted():
                 made.append(enter(streams, given, before, weights, beside=Beside(CPU) if is_beside else None, **named))
         assert_same_beginning(*made)
@@ -122,10 +121,10 @@ def test_experts_make_the_same_of_placed_rows(monkeypatch: pytest.MonkeyPatch) -
     factors, pre, products = torch.rand(experts.numel(), generator=chosen), first_pre(tokens, CPU), Products(False)
     streams = draw(tokens, 4, config.hidden_size).bfloat16()
     entered = enter(streams, None, Coefficients(pre, pre, pre), layer.ffn_mixing)
-    entered = enter_experts(products, entered, entered.x, layer.ffn_mixing)
+    entered = enter_experts(products, entered, entered.x, layer.ffn_mixing, layer.moe)
     made, placed = [], []
-    for way in (False, True):
-        monkeypatch.setattr(gpu_placed_rows, "IN_ONE", way)
+    for takes in (lambda _: False, gpu_placed_rows.takes):
+        monkeypatch.setattr(gpu_placed_rows, "takes", takes)
         with interpreted():
             groups, rows = _grouped(layer.moe, entered, experts)
             limit = config.moe.swiglu_limit
@@ -140,13 +139,12 @@ def test_experts_make_the_same_of_placed_rows(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("turns", [False, True])
 @pytest.mark.parametrize("is_weighed", [False, True])
-def test_whole_rows_are_gated_as_in_a_block(is_weighed: bool, turns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_rows_are_gated_as_in_a_block(is_weighed: bool, turns: bool) -> None:
     """Three turns of 128 columns; a row of zeros; beyond the limit on both sides; the largest value in either end's turn."""
     gate_up = (draw(5, 2 * 384) * 6).bfloat16()
     gate_up[2], gate_up[3, 384 + 128 :], gate_up[4, 384:-128] = 0.0, 0.01, 0.01
     targets, factors = torch.tensor([3, 1, 0, 2, 4]).int(), draw(5, seed=1).abs()
     given = (gate_up, targets, factors) if is_weighed else (gate_up,)
-    monkeypatch.setattr(gpu_swiglu_rows, "WHOLE", True)
     with interpreted():
         expected = gpu_fp8.swiglu_rows(*given, limit=10.0, turns=turns)
         got = gpu_swiglu_rows.swiglu_rows(*given, limit=10.0, turns=turns)

@@ -10,10 +10,10 @@ from kernels.tests.golden_files import golden, tiny_v41
 
 pytest.importorskip("triton", reason="Triton, whose interpreter runs the kernels here, is not installed")
 
-from kernels.ops import gpu_hyper
+from kernels.ops import gpu_hyper, gpu_hyper_rows
 from kernels.ops.gpu_beside import Beside
 from kernels.ops.gpu_engram import HashNumbers, add_memory, read_rows, table_rows
-from kernels.ops.gpu_hyper import MixingWeights, enter, leave, split_weight
+from kernels.ops.gpu_hyper import Cut, MixingWeights, enter, leave, split_weight
 from kernels.ops.gpu_launch import interpreted
 
 CPU = torch.device("cpu")
@@ -23,7 +23,7 @@ TOKENS, HIDDEN = 5, 96
 @pytest.fixture(autouse=True)
 def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_hyper, "SLICE", 64)
-    monkeypatch.setattr(gpu_hyper, "STEP", 64)
+    monkeypatch.setattr(gpu_hyper, "ENTER", Cut(tokens=4, step=32))
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -69,9 +69,15 @@ def test_a_sublayer_enters_and_leaves_with_the_golden_streams() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("has_output", "is_invariant", "is_beside"), [(1, 1, 0), (0, 0, 0), (1, 0, 1)])
-def test_streams_go_on_as_by_the_twin(has_output: int, is_invariant: int, is_beside: int) -> None:
+@pytest.mark.parametrize("by_slices", [False, True], ids=["whole rows", "slices"])
+@pytest.mark.parametrize(("has_output", "is_invariant", "is_beside"), [(1, 1, 0), (0, 1, 1), (0, 0, 0), (1, 0, 1)])
+def test_streams_go_on_as_by_the_twin(
+    has_output: int, is_invariant: int, is_beside: int, by_slices: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A hidden size that is no multiple of a slice; a token of zeros; the first layer's one-hot weights; in two parts."""
+    if by_slices:  # three turns are too many
+        monkeypatch.setattr(gpu_hyper_rows, "_MOST_TURNS", 2)
+    assert by_slices != gpu_hyper_rows.takes(HIDDEN)
     streams, output = draw(TOKENS, 4, HIDDEN).bfloat16(), draw(TOKENS, HIDDEN, seed=1).bfloat16()
     streams[4], output[4] = 0.0, 0.0
     made = Coefficients(first_pre(TOKENS, CPU), draw(TOKENS, 4, seed=2).abs(), draw(TOKENS, 4, 4, seed=3).abs())

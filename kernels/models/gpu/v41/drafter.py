@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from kernels.models.gpu.v41.expert_weights import ExpertFormat, Placement, Tensors
-from kernels.models.gpu.v41.layer import enter_experts, experts, projected
+from kernels.models.gpu.v41.layer import enter_attention, enter_experts, experts, projected
 from kernels.models.gpu.v41.records import Records
 from kernels.models.gpu.v41.step import Products, State, interleaved
 from kernels.models.gpu.v41.tokens import Turn, Turns
 from kernels.models.gpu.v41.weights import AttentionWeights, Loader, MoeWeights
 from kernels.models.v41.config import V41Config
 from kernels.ops.gpu_beside import Beside
-from kernels.ops.gpu_hyper import MixingWeights, enter, split_weight
+from kernels.ops.gpu_hyper import Entered, MixingWeights, enter, split_weight
 from kernels.ops.gpu_records import Section, window_records
 from kernels.ops.gpu_sparse import Windows, attend
 from kernels.ops.hyper import COEFFICIENTS, STREAMS, Coefficients, collapse, first_pre
@@ -107,7 +107,8 @@ class Drafting:
     windows: Windows
     turn: Turn
     beside: Beside
-    """Where what is wanted late is made."""
+    late: Beside
+    """Where the shared expert is asked, and where what a sublayer's end wants is made."""
     is_image: Tensor | None = None
     """None: nobody drafts images."""
 
@@ -151,7 +152,7 @@ class GpuDrafter:
             _DraftLayer(config, each, records.rings[config.num_layers + index])
             for index, each in enumerate(weights.layers)
         )
-        self._beside = Beside(embedding.device)
+        self._beside, self._late = Beside(embedding.device), Beside(embedding.device)
         self.places = drafter.draft_tokens
 
     def propose(self, newest: Tensor, positions: Tensor, slots: Tensor, window_from: Tensor) -> Proposal:
@@ -209,6 +210,7 @@ class GpuDrafter:
             # A sequence that ends here has no use for drafts beyond the last position.
             turn=self._turns.at(own.clamp_max(len(self._turns.plain[0]) - 1), compressed=False),
             beside=self._beside,
+            late=self._late,
         )
 
 
@@ -220,20 +222,21 @@ class _DraftLayer:
         self._scale = config.head_dim**-0.5
 
     def run(self, at: Drafting, state: State) -> State:
-        weights, mixing, is_invariant = self._weights, self._weights.attention_mixing, at.products.is_invariant
-        entered = enter(state.streams, state.output, state.made, mixing, is_invariant=is_invariant, beside=at.beside)
-        output = self._attend(at, entered.rounded)
-        entered = enter_experts(at.products, entered, output, weights.ffn_mixing, beside=at.beside)
+        weights = self._weights
+        entered = enter_attention(at.products, state, weights.attention_mixing, weights.attention, at.late)
+        output = self._attend(at, entered)
+        entered = enter_experts(at.products, entered, output, weights.ffn_mixing, weights.moe, at.late)
         output = experts(at, self._config.drafter.moe, weights.moe, entered)
         return State(entered.streams, output, entered.made)
 
-    def _attend(self, at: Drafting, rounded: Tensor) -> Tensor:
+    def _attend(self, at: Drafting, entered: Entered) -> Tensor:
         config, weights, products = self._config, self._weights.attention, at.products
         cos, sin = at.turn
-        latent, keys = projected(products, weights, rounded, eps=config.norm_eps)
+        latent, keys = projected(products, weights, entered, eps=config.norm_eps)
         own = window_records(keys, weights.kv_norm, cos, sin, eps=config.norm_eps)
         queries = products.of(latent, weights.wq_b).view(len(latent), config.num_heads, config.head_dim)
         attended = attend(queries, cos, sin, own, self._ring, at.windows, None, weights.sinks, scale=self._scale)
         groups = interleaved(len(latent), config.o_groups, keys.device)
         by_group = attended.view(len(latent), config.o_groups, -1)
-        return products.of(products.rounded(products.grouped(by_group, weights.wo_a, groups)), weights.wo_b)
+        made = products.grouped(by_group, weights.wo_a, groups)
+        return products.of(products.rounded(made, weights.wo_b), weights.wo_b)

@@ -1,7 +1,7 @@
 """In which format does a GPU keep V4.1's routed experts, and how do they get there from a checkpoint?
 
-As fp4 bytes, which Hopper's fp8 units take by way of registers; elsewhere, and where bits must not depend on the batch,
-as e4m3 under one power of two a row if there is room: twice the bytes, nothing to unpack. Where a row's scales are too
+As fp4 bytes, which Hopper's fp8 units take by way of registers; elsewhere as e4m3 under one power of two a row if there
+is room: twice the bytes, nothing to unpack. Where a row's scales are too
 far apart for either, its layer's experts are fp4 that become bf16.
 """
 
@@ -61,11 +61,11 @@ def room_bytes(config: V41Config, experts_here: int) -> int:
     return experts_here * 2 * width * config.hidden_size
 
 
-def in_registers(config: V41Config, device: torch.device, *, is_invariant: bool) -> bool:
+def in_registers(config: V41Config, device: torch.device) -> bool:
     """Whether fp4 experts of this model become e4m3 in this GPU's registers."""
     width = -(-config.moe.width // DEPTH) * DEPTH
     shapes = (2 * width, config.hidden_size), (config.hidden_size, width)
-    return not is_invariant and gpu_grouped_packed.fits(device, *shapes)
+    return gpu_grouped_packed.fits(device, *shapes)
 
 
 class ExpertLoader:
@@ -80,12 +80,11 @@ class ExpertLoader:
         experts: ExpertFormat,
         placement: Placement,
         unpacks: bool,
-        is_invariant: bool,
     ) -> None:
         """unpacks: fp4 experts get room to become e4m3 in, where they cannot in registers."""
         self._config, self._tensors, self._device = config, tensors, device
         self._experts, self._placement = experts, placement
-        self._in_registers = experts == "fp4" and in_registers(config, device, is_invariant=is_invariant)
+        self._in_registers = experts == "fp4" and in_registers(config, device)
         self._room: Tensor | None = None
         if unpacks and experts == "fp4" and not self._in_registers:
             size = room_bytes(config, len(placement.here))

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kernels.models.gpu.v41.expert_weights import Experts
 from kernels.models.gpu.v41.selection import Indexer
 from kernels.models.gpu.v41.step import Fetched, Products, Rows, State, Step, coefficients_of
 from kernels.models.gpu.v41.weights import (
@@ -29,9 +30,10 @@ from kernels.ops.gpu_fp8 import RowScaled, SpanRows, gathered, grouped_product, 
 from kernels.ops.gpu_grouped import Groups, Weights, multiply, multiply_gated
 from kernels.ops.gpu_grouped_unpack import Packed
 from kernels.ops.gpu_hyper import Entered, MixingWeights, enter, leave
-from kernels.ops.gpu_moe import Placed, combine, group, route
+from kernels.ops.gpu_moe import combine, group
 from kernels.ops.gpu_quant import norm_fp8
 from kernels.ops.gpu_records import compress_entries, store_index, store_main, store_ring, window_records
+from kernels.ops.gpu_router import Placed, route_rows
 from kernels.ops.gpu_sparse import attend, attend_groups
 from kernels.ops.gpu_swiglu_rows import swiglu_rows
 from kernels.ops.hyper import STREAMS
@@ -65,20 +67,20 @@ class Layer:
         """Fewer tokens come out where the decoder begins."""
         if memory := self._weights.memory:
             state = self._remember(step, memory, state)
-        mixing, is_invariant = self._weights.attention_mixing, step.products.is_invariant
-        entered = enter(state.streams, state.output, state.made, mixing, is_invariant=is_invariant, beside=step.beside)
+        weights = self._weights
+        entered = enter_attention(step.products, state, weights.attention_mixing, weights.attention, step.late)
         if self._compressor:
             self._compressor.run(step, entered.x)
         if self._enters_decoder:
             step.enter_decoder()
             if (kept := step.laid.told.kept) is not None:
-                step.beside.join()
+                step.late.join()
                 entered = _of(entered, kept)
         if self._has_features:
             step.features.append(_mean(entered.streams[step.half.stored]))
         output = self._attend(step, entered)
-        entered = enter_experts(step.products, entered, output, self._weights.ffn_mixing, beside=step.beside)
-        output = experts(step, self._config.moe, self._weights.moe, entered)
+        entered = enter_experts(step.products, entered, output, weights.ffn_mixing, weights.moe, step.late)
+        output = experts(step, self._config.moe, weights.moe, entered)
         return State(entered.streams, output, entered.made)
 
     def _remember(self, step: Step, memory: MemoryWeights, state: State) -> State:
@@ -89,7 +91,7 @@ class Layer:
         return State(streams, None, state.made)
 
     def _attend(self, step: Step, entered: Entered) -> Tensor:
-        latent, keys = self._attention.projected(step.products, entered.rounded)
+        latent, keys = self._attention.projected(step.products, entered)
         if self._indexer:
             self._indexer.run(step, entered.x, latent)
         return self._attention.run(step, latent, keys)
@@ -103,19 +105,22 @@ class Attention:
         self._ratio = config.compress_ratios[layer]
         self._scale = config.head_dim**-0.5
 
-    def projected(self, products: Products, rounded: Tensor) -> tuple[Rows, Tensor]:
-        """[tokens, hidden] bf16 (fp8) -> latents [tokens, q_lora], keys [tokens, head_dim] bf16, not yet normalised.
+    def projected(self, products: Products, entered: Entered) -> tuple[Rows, Tensor]:
+        """[tokens, hidden] (fp8) -> latents [tokens, q_lora], keys [tokens, head_dim] bf16, not yet normalised.
 
         Queries come from latents, the indexer's too.
         """
-        return projected(products, self._weights, rounded, eps=self._config.norm_eps)
+        return projected(products, self._weights, entered, eps=self._config.norm_eps)
 
     def run(self, step: Step, latent: Rows, keys: Tensor) -> Tensor:
         """Returns [tokens, hidden] bf16; keys go to the ring."""
         config, weights, half, products = self._config, self._weights, step.half, step.products
         cos, sin = half.turns[self._ratio > 0]
-        own = window_records(keys, weights.kv_norm, cos, sin, eps=config.norm_eps)
-        queries = products.of(latent, weights.wq_b).view(len(latent), config.num_heads, config.head_dim)
+        with step.beside.begun(keys):
+            own = window_records(keys, weights.kv_norm, cos, sin, eps=config.norm_eps)
+        queries = products.of(latent, weights.wq_b, follows_rows=True)
+        queries = queries.view(len(latent), config.num_heads, config.head_dim)
+        step.beside.join()
         ring, chosen = step.records.rings[self._layer], step.chosen if self._ratio else None
         given = queries, cos, sin, own, ring, half.windows, chosen, weights.sinks
         by_group: Tensor | SpanRows
@@ -125,15 +130,17 @@ class Attention:
         else:
             by_group = attend(*given, scale=self._scale).view(len(latent), config.o_groups, -1)
         # Only now: new keys take the places of some that these tokens have just seen.
-        store_ring(own, ring, half.stored, half.stored_slots, half.stored_places)
-        return products.of(products.rounded(products.grouped(by_group, weights.wo_a, step.groups)), weights.wo_b)
+        with step.beside.begun(own):
+            store_ring(own, ring, half.stored, half.stored_slots, half.stored_places)
+        made = products.grouped(by_group, weights.wo_a, step.groups)
+        return products.of(products.rounded(made, weights.wo_b), weights.wo_b)
 
 
-def projected(products: Products, weights: AttentionWeights, rounded: Tensor, *, eps: float) -> tuple[Rows, Tensor]:
+def projected(products: Products, weights: AttentionWeights, entered: Entered, *, eps: float) -> tuple[Rows, Tensor]:
     """Latents of queries, normalised, and keys: what an attention makes of its input in one product."""
-    both = products.of(rounded, weights.down)
+    both = products.of(entered.seen_by(weights.down), weights.down)
     size = len(weights.q_norm)
-    return products.normed(both[:, :size], weights.q_norm, eps=eps), both[:, size:]
+    return products.normed(both[:, :size], weights.q_norm, weights.wq_b, eps=eps), both[:, size:]
 
 
 class Compressor:
@@ -179,7 +186,11 @@ class Routed(Protocol):
 
     @property
     def beside(self) -> Beside:
-        """Where what is wanted late is made."""
+        """Where the shared expert is asked."""
+
+    @property
+    def late(self) -> Beside:
+        """Where what the end of a sublayer wants is made."""
 
 
 def experts(step: Routed, moe: MoeConfig, weights: MoeWeights, entered: Entered) -> Tensor:
@@ -190,28 +201,28 @@ def experts(step: Routed, moe: MoeConfig, weights: MoeWeights, entered: Entered)
     products, beside, limit = step.products, step.beside, moe.swiglu_limit
     with beside.begun():
         shared = _shared(products, weights, entered, limit=limit)
-    logits = products.wide(entered.x, weights.router)
-    biases, placed = (weights.bias, weights.image_bias, step.is_image), Placed(weights.rows, step.lines)
-    routes = route(logits, *biases, placed, scaling=moe.scaling, top_k=moe.top_k)
+    given = entered.x, weights.router, weights.bias, weights.image_bias, step.is_image, Placed(weights.rows, step.lines)
+    routes = route_rows(*given, top_k=moe.top_k, scaling=moe.scaling, is_invariant=products.is_invariant)
     groups, placed_rows = _grouped(weights, entered, routes.experts)
     factors = routes.weights.flatten()
     rows, is_in_order = routed(products, weights, entered, groups, factors, limit=limit, placed=placed_rows)
     beside.join()
+    step.late.join()  # whoever takes what comes out needs not know of it
     places = None if is_in_order else groups.places
     return combine(rows, shared, routes.experts, top_k=moe.top_k, places=places)
 
 
 def _shared(products: Products, weights: MoeWeights, entered: Entered, *, limit: float) -> Tensor:
     """What every token's expert makes of it: [tokens, hidden] bf16."""
-    both = products.of(entered.rounded if entered.restated is None else entered.restated, weights.shared_up)
-    return products.of(products.gated(both, limit=limit), weights.shared_down)
+    both = products.of(entered.seen_by(weights.shared_up), weights.shared_up)
+    return products.of(products.gated(both, weights.shared_down, limit=limit), weights.shared_down)
 
 
 def _grouped(weights: MoeWeights, entered: Entered, experts: Tensor) -> tuple[Groups, SpanRows | None]:
     """Slots sorted by expert, and the experts' rows where one launch does both."""
     up, rows, slots = weights.up, entered.restated, experts.numel()
-    in_one = gpu_placed_rows.IN_ONE and gpu_placed_rows.takes(slots)
-    if in_one and rows is not None and not isinstance(up, Weights) and _is_worth(up, slots):
+    is_few = gpu_placed_rows.takes(slots)
+    if is_few and rows is not None and not isinstance(up, Weights) and _is_worth(up, slots):
         return gpu_placed_rows.place_rows(experts, rows, num_experts=up.experts, turns=_turns(up))
     return group(experts, num_experts=up.experts), None
 
@@ -242,8 +253,8 @@ def routed(
         turns = _turns(up)
         x = gathered(entered.restated, groups.sources, turns=turns) if placed is None else placed
         both = _on_units(x, up, groups.ends)
-        middle = swiglu_rows(both, groups.targets, factors, limit=limit, turns=turns)
-        return _on_units(middle, down, groups.ends), False
+        middle = swiglu_rows(both, groups.targets, factors, limit=limit, turns=turns, follows_product=turns)
+        return _on_units(middle, down, groups.ends, follows_gate=turns), False
     plain_up, plain_down = (each.weights if isinstance(each, Packed) else each for each in (up, down))
     assert isinstance(plain_up, Weights), "e4m3 experts are multiplied by fp8 units"
     assert isinstance(plain_down, Weights), "both matrices of an expert are kept alike"
@@ -251,11 +262,14 @@ def routed(
     return multiply(hidden, plain_down, Groups(groups.ends, groups.targets, groups.targets), num_out=slots), True
 
 
-def _on_units(x: SpanRows, matrices: RowScaled | Packed, ends: Tensor) -> Tensor:
-    """Rows times their own experts' matrices on the fp8 units: fp4 in registers, or in room, or e4m3 as it lies."""
+def _on_units(x: SpanRows, matrices: RowScaled | Packed, ends: Tensor, *, follows_gate: bool = False) -> Tensor:
+    """Rows times their own experts' matrices on the fp8 units: fp4 in registers, or in room, or e4m3 as it lies.
+
+    follows_gate: as for `gpu_grouped_packed`.
+    """
     if isinstance(matrices, Packed):
         if matrices.room is None:
-            return gpu_grouped_packed.multiply(x, matrices.weights, matrices.powers, ends)
+            return gpu_grouped_packed.multiply(x, matrices.weights, matrices.powers, ends, follows_gate=follows_gate)
         matrices = matrices.unpacked()  # into the room of the one before, which has been multiplied
     return grouped_product(x, matrices, ends)
 
@@ -264,23 +278,37 @@ def _is_worth(up: RowScaled | Packed, positions: int) -> bool:
     return isinstance(up, RowScaled) or up.is_worth(positions)
 
 
-def _turns(up: RowScaled | Packed) -> bool:
+def _turns(up: Experts) -> bool:
     return isinstance(up, Packed) and up.room is None
 
 
-def enter_experts(
-    products: Products, entered: Entered, output: Tensor, mixing: MixingWeights, *, beside: Beside | None = None
+def enter_attention(
+    products: Products, state: State, mixing: MixingWeights, attention: AttentionWeights, late: Beside
 ) -> Entered:
-    """From the attention to the experts; the library's fp8 products want rows under one scale each."""
+    """From the experts, or from what is embedded, to the attention."""
+    is_invariant, restates = products.is_invariant, isinstance(attention.down, RowScaled)
+    given = state.streams, state.output, state.made, mixing
+    return enter(*given, is_invariant=is_invariant, restates=restates, beside=late)
+
+
+def enter_experts(
+    products: Products,
+    entered: Entered,
+    output: Tensor,
+    mixing: MixingWeights,
+    moe: MoeWeights,
+    late: Beside | None = None,
+) -> Entered:
+    """From the attention to the experts; fp8 products want rows under one scale each."""
     is_invariant, streams = products.is_invariant, entered.streams
-    restates = not is_invariant
-    return enter(streams, output, entered.made, mixing, is_invariant=is_invariant, restates=restates, beside=beside)
+    restates = not is_invariant or _turns(moe.up) or isinstance(moe.shared_up, RowScaled)
+    return enter(streams, output, entered.made, mixing, is_invariant=is_invariant, restates=restates, beside=late)
 
 
 def write_draft_windows(step: Step, config: V41Config, weights: DraftWindowWeights) -> None:
     """The rings of all drafter layers, for the tokens whose features were kept."""
     half, products, eps = step.half, step.products, config.norm_eps
-    main = products.of(products.rounded(torch.cat(step.features, dim=1)), weights.project)
+    main = products.of(products.rounded(torch.cat(step.features, dim=1), weights.project), weights.project)
     rows = norm_fp8(main, weights.norm, eps=eps)[1]
     cos, sin = (turn[half.stored] for turn in half.turns[False])
     tokens = torch.arange(len(rows), device=rows.device)

@@ -28,7 +28,7 @@ def weight_bytes(
     *,
     experts_here: int,
     has_drafter: bool = False,
-    is_invariant: bool = True,
+    dense_in_fp8: bool = False,
 ) -> int:
     """Of all tensors on the device: n-gram tables are not there, nor the drafter's own layers unless it drafts."""
     total = 0
@@ -43,14 +43,14 @@ def weight_bytes(
             # A mixing weight becomes three bf16 parts, padded from 24 rows to 32.
             size = 3 * 32 * _BF16 / 24 if "hc_" in name and name.endswith("_fn") else _BF16
             size = _FP32 if len(spec.shape) == 1 else size
-            if spec.dtype == E4M3 and not is_invariant and not _is_small(name):
+            if spec.dtype == E4M3 and dense_in_fp8 and not _is_small(name):
                 size = 1 + _FP32 / spec.shape[1]
             total += int(prod(spec.shape) * size)
     return total
 
 
 def _is_small(name: str) -> bool:
-    """fp8 matrices that become bf16 in any case."""
+    """fp8 matrices that may become bf16 in any case."""
     return name.endswith((".attn.wq_a.weight", ".attn.wkv.weight"))
 
 
@@ -102,12 +102,14 @@ def v41_need(
     experts_here: int | None = None,
     has_drafter: bool = False,
     is_invariant: bool = True,
+    dense_in_fp8: bool = False,
     in_registers: bool = False,
 ) -> Need:
     """Bytes of a model.  num_windows: the null window included.  graph_*: what steps are captured for.
 
-    has_drafter: with the drafter's layers; its few rows fit where a step's do.  is_invariant: else dense matrices take
-    half, and fp4 experts of large steps have room to become e4m3 in, one layer's at a time, unless `in_registers`.
+    has_drafter: with the drafter's layers; its few rows fit where a step's do.  is_invariant: else fp4 experts of large
+    steps have room to become e4m3 in, one layer's at a time, unless `in_registers`.  dense_in_fp8: so dense matrices
+    take half.
 
     A step at its peak holds streams before and after a sublayer, and either queries and attended values or every
     token's experts' rows, beside the embeddings of its images; captured ones share the place of their logits. What the
@@ -117,7 +119,7 @@ def v41_need(
     attention = 3 * heads + 4 * hidden
     experts_rows = moe.top_k * (hidden + moe.width) + 3 * hidden
     beside = 3 * moe.width + hidden
-    if not is_invariant:  # a position's row in e4m3 and what the gate and up projections make of it
+    if in_registers or not is_invariant:  # a position's row in e4m3 and what the gate and up projections make of it
         experts_rows += moe.top_k * (hidden // 2 + 2 * moe.width)
     row_bytes = _BF16 * (2 * config.hc_mult * hidden + max(attention, experts_rows) + beside)
     blocks = -(-config.max_position_tokens // layout.block_tokens)
@@ -126,7 +128,7 @@ def v41_need(
     logit_bytes, most = _FP32 * config.vocab_size, max(graph_sizes, default=0)
     scores = _BF16 * most * max(graph_contexts, default=0)
     here = moe.num_experts if experts_here is None else experts_here
-    weights = weight_bytes(config, experts, experts_here=here, has_drafter=has_drafter, is_invariant=is_invariant)
+    weights = weight_bytes(config, experts, experts_here=here, has_drafter=has_drafter, dense_in_fp8=dense_in_fp8)
     if in_registers:  # a row's largest power, and the scale that it stands for
         weights += config.num_layers * here * (2 * moe.width + hidden) * (1 + _FP32)
     modes = {"is_invariant": is_invariant, "in_registers": in_registers}

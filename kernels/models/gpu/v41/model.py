@@ -39,7 +39,7 @@ from kernels.models.v41.weights import ropes_of
 from kernels.ops.numerics import QUANT
 from kernels.ops.ranges import named
 
-_RECIPE = "deepseek-v41-gpu-2"
+_RECIPE = "deepseek-v41-gpu-3"
 MOST_SEQUENCES = 1024
 """Whose tables the device keeps."""
 _PROBE_TOKENS = 40

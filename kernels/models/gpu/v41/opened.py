@@ -20,6 +20,7 @@ from kernels.models.v41.config import V41Config, read_v41_config
 from kernels.models.v41.folder import V41Folder
 from kernels.ops.gpu_grouped import DEPTH
 from kernels.ops.gpu_index import CANDIDATES, ENTRIES
+from kernels.ops.gpu_launch import is_hopper
 from kernels.ops.numerics import QUANT
 
 _TABLES = "n-gram tables"
@@ -49,7 +50,8 @@ class OpenedGpuV41(V41Folder):
         super().__init__(model_dir, config, numerics=QUANT, block_tokens=block_tokens, progress=progress)
         self._device, self._progress, self._is_invariant = device, progress, invariant
         self._step_tokens = step_tokens
-        self._in_registers = in_registers(config, device, is_invariant=invariant)
+        self._in_registers = in_registers(config, device)
+        self._dense_in_fp8 = not invariant or (device.type == "cuda" and is_hopper(device))
         self._has_drafter = drafts and config.drafter.num_layers > 0
 
     def fitting_blocks(self, *, num_windows: int) -> int:
@@ -75,6 +77,7 @@ class OpenedGpuV41(V41Folder):
                 graph_contexts=contexts_up_to(self._config.index_topk, self._config.max_position_tokens),
                 has_drafter=self._has_drafter,
                 is_invariant=self._is_invariant,
+                dense_in_fp8=self._dense_in_fp8,
                 in_registers=self._in_registers,
             )
             for kind in kinds

@@ -39,7 +39,7 @@ class Stack:
         device = compressed_ids.device
         # Reads from the host's memory cross the bus while the layers before them compute.
         self._aside = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call] # torch's stub
-        self._beside = Beside(device)
+        self._beside, self._late = Beside(device), Beside(device)
 
     def forward(self, laid: Laid) -> Tensor:
         """Logits of the wanted tokens, [wanted, vocab_size] fp32; records of all tokens go to blocks and windows."""
@@ -54,7 +54,7 @@ class Stack:
 
     def begin(self, laid: Laid) -> Step:
         """Start what does not depend on any layer."""
-        step = Step(laid, self._records, self._products, self._beside, num_groups=self._config.o_groups)
+        step = Step(laid, self._records, self._products, self._beside, self._late, num_groups=self._config.o_groups)
         pad = self._config.engram.pad_token_id
         compressed = compress(laid.history, self._compressed_ids, pad_token_id=pad)
         # Read on the other stream: were it let go here, what comes next on this one would be given its memory.

@@ -29,27 +29,32 @@ class Products:
     """How rows are made for products, and multiplied."""
 
     is_invariant: bool
-    """By our own tiles in bf16, so that a row's bits do not depend on the others; else by the library, in fp8 where
-    matrices are."""
+    """By our own tiles, so that a row's bits do not depend on the others; else by the library. In fp8 where matrices
+    are."""
 
-    def of(self, x: Rows, weight: Matrix) -> Tensor:
-        """[rows, in], [out, in] -> [rows, out] bf16.  Rows of another kind than the matrix's become its."""
+    def of(self, x: Rows, weight: Matrix, *, follows_rows: bool = False) -> Tensor:
+        """[rows, in], [out, in] -> [rows, out] bf16.  Rows of another kind than the matrix's become its.
+
+        follows_rows: this stream's last launch is a kernel that was launched when the matrix was there.
+        """
         if isinstance(weight, RowScaled):
-            return product(x if isinstance(x, SpanRows) else span_rows(x), weight)
+            restated = x if isinstance(x, SpanRows) else span_rows(x)
+            return product(restated, weight, is_invariant=self.is_invariant, follows_rows=follows_rows)
         rows = x.dense().bfloat16() if isinstance(x, SpanRows) else x
         return linear(rows, weight) if self.is_invariant else library_linear(rows, weight)
 
-    def rounded(self, x: Tensor) -> Rows:
-        """What an fp8 product sees of [rows, size] bf16 or fp32."""
-        return round_fp8(x) if self.is_invariant else span_rows(x, rounds=True)
+    def rounded(self, x: Tensor, matrix: Matrix) -> Rows:
+        """What an fp8 product by this matrix sees of [rows, size] bf16 or fp32."""
+        return span_rows(x, rounds=True) if isinstance(matrix, RowScaled) else round_fp8(x)
 
-    def normed(self, x: Tensor, weight: Tensor, *, eps: float) -> Rows:
+    def normed(self, x: Tensor, weight: Tensor, matrix: Matrix, *, eps: float) -> Rows:
         """The same of rows' RMSNorm."""
-        return norm_fp8(x, weight, eps=eps)[1] if self.is_invariant else norm_rows(x, weight, eps=eps)
+        return norm_rows(x, weight, eps=eps) if isinstance(matrix, RowScaled) else norm_fp8(x, weight, eps=eps)[1]
 
-    def gated(self, gate_up: Tensor, *, limit: float) -> Rows:
+    def gated(self, gate_up: Tensor, matrix: Matrix, *, limit: float) -> Rows:
         """The same of rows' clamped SwiGLU."""
-        return swiglu_fp8(gate_up, None, limit=limit) if self.is_invariant else swiglu_rows(gate_up, limit=limit)
+        is_restated = isinstance(matrix, RowScaled)
+        return swiglu_rows(gate_up, limit=limit) if is_restated else swiglu_fp8(gate_up, None, limit=limit)
 
     def wide(self, x: Tensor, weight: Tensor) -> Tensor:
         """The same, unrounded: [rows, out] fp32."""
@@ -132,11 +137,15 @@ class Step:
         records: Records,
         products: Products,
         beside: Beside,
+        late: Beside,
         *,
         num_groups: int,
     ) -> None:
-        """beside: where what is wanted late is made.  num_groups: of heads, before the attention's output."""
-        self.laid, self.records, self.products, self.beside = laid, records, products, beside
+        """beside: where windows' records and the shared expert are made.  late: what a sublayer's end wants.
+
+        num_groups: of heads, before the attention's output.
+        """
+        self.laid, self.records, self.products, self.beside, self.late = laid, records, products, beside, late
         self.half = laid.encoder
         self.is_image = laid.is_image
         self.memories: dict[int, Fetched] = {}

@@ -1,13 +1,15 @@
 """Which tensors does V4.1 keep on a GPU, in which formats, and how do they get there from a checkpoint?
 
-fp8 matrices become bf16, which holds their values exactly; or, where a row's bits may depend on its batch, e4m3 under
-one scale a row for the library's fp8 products. Experts keep their fp4 bytes, or become e4m3 where there is room: twice
-the bytes, nothing to unpack. What cannot be restated without loss is kept as it was, and `notes` say so. N-gram tables
-stay in the host's memory, pinned, where a kernel reads single rows. What is small is fp32.
+fp8 matrices become e4m3 under one scale a row, for products on the fp8 units; or bf16, which holds their values
+exactly, where a row's bits must not depend on its batch and the GPU is none that our own such products are for.
+Experts keep their fp4 bytes, or become e4m3 where there is room: twice the bytes, nothing to unpack. What cannot be
+restated without loss is kept as it was, and `notes` say so. N-gram tables stay in the host's memory, pinned, where a
+kernel reads single rows. What is small is fp32.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +20,7 @@ from torch import Tensor
 from kernels.models.gpu.v41.expert_weights import ExpertFormat, ExpertLoader, Experts, Placement, Tensors
 from kernels.models.v41.config import V41Config
 from kernels.models.v41.engram import tables_of
+from kernels.ops import gpu_dense_fp8
 from kernels.ops.engram import HashTables
 from kernels.ops.gpu_engram import HashNumbers
 from kernels.ops.gpu_fp8 import RowScaled, restated, row_scaled
@@ -36,8 +39,8 @@ _NAMED = 3
 class AttentionWeights:
     """Of one attention."""
 
-    down: Tensor
-    """wq_a on top of wkv, bf16 [q_lora + head_dim, hidden]: so small a product is no faster in fp8."""
+    down: Matrix
+    """wq_a on top of wkv, [q_lora + head_dim, hidden]; bf16 for the library, which is no faster in fp8 at that size."""
     q_norm: Tensor
     wq_b: Matrix
     kv_norm: Tensor
@@ -147,7 +150,7 @@ class Loader:
         is_invariant: bool = True,
         unpacks: bool = False,
     ) -> None:
-        """is_invariant: else dense matrices are made for fp8 products.
+        """is_invariant: else dense matrices are made for the library's fp8 products, where they lose nothing.
 
         unpacks: fp4 experts get room to become e4m3 in, where they cannot in registers.
         """
@@ -163,7 +166,6 @@ class Loader:
             experts=experts,
             placement=self._placement,
             unpacks=unpacks,
-            is_invariant=is_invariant,
         )
 
     def load(self) -> GpuV41Weights:
@@ -229,7 +231,7 @@ class Loader:
 
     def _attention(self, prefix: str) -> AttentionWeights:
         return AttentionWeights(
-            down=torch.cat([self._bf16(f"{prefix}{name}.weight") for name in ("wq_a", "wkv")]),
+            down=self._matrix(*(f"{prefix}{name}.weight" for name in ("wq_a", "wkv")), is_small=True),
             q_norm=self._fp32(f"{prefix}q_norm.weight"),
             wq_b=self._matrix(f"{prefix}wq_b.weight"),
             kv_norm=self._fp32(f"{prefix}kv_norm.weight"),
@@ -291,9 +293,9 @@ class Loader:
             ),
         )
 
-    def _matrix(self, *names: str) -> Matrix:
-        """fp8 matrices on top of each other, as this GPU multiplies them."""
-        if self._is_invariant:
+    def _matrix(self, *names: str, is_small: bool = False) -> Matrix:
+        """fp8 matrices on top of each other, as this GPU multiplies them.  is_small: in bf16, by the library."""
+        if is_small if not self._is_invariant else not self._own_product_fits(names):
             return torch.cat([self._bf16(name) for name in names])
         parts = [restated(self._tensors.dense(name).to(self._device)) for name in names]
         if max(lost for *_, lost in parts) > MOST_LOST:
@@ -302,11 +304,16 @@ class Loader:
         data, scale = torch.cat([data for data, *_ in parts]), torch.cat([scale for _, scale, _ in parts])
         return RowScaled(data.unsqueeze(0), scale.unsqueeze(0))
 
+    def _own_product_fits(self, names: Sequence[str]) -> bool:
+        """Whether the product whose bits do not depend on the batch takes all of them on top of each other."""
+        shapes = [self._tensors.dense(name).shape for name in names]
+        return gpu_dense_fp8.fits(self._device, sum(out for out, _ in shapes), shapes[0][1])
+
     def _grouped(self, name: str) -> Weights | RowScaled:
         """A matrix for each group of heads."""
         wide = self._bf16(name)
         groups = wide.view(self._config.o_groups, -1, wide.shape[1])
-        if not self._is_invariant:
+        if not self._is_invariant or gpu_dense_fp8.fits(self._device, *groups.shape[1:]):
             made, lost = row_scaled(list(groups))
             if lost <= MOST_LOST:
                 return made
