@@ -33,6 +33,8 @@ TOOLS = ("memcheck", "racecheck")
 _LAUNCHED = "launched "
 _RUN_SECONDS = 300.0
 _ABSENT = 2
+_WORDS = 400
+"""Of a report, that are kept."""
 _PLACES = "/usr/local/cuda/bin/compute-sanitizer", "/usr/local/cuda/compute-sanitizer/compute-sanitizer"
 
 
@@ -53,27 +55,31 @@ def kernels_in_files() -> set[str]:
     return found
 
 
-def reports_by_kernel(said: str) -> Counter[str]:
-    """How often the tool names a kernel as the place of an error: function names, and "" for what it does not place.
+def reports_by_kernel(said: str) -> dict[str, list[str]]:
+    """What the tool reports of each kernel: by function names, and by "" what it does not place.
 
     An error is a headline ("Invalid __global__ read of size 4 bytes", "Error: Race reported between ...") whose first
     line with " at " names the kernel, as `_kernel+0x1a0` or as `0x1a0 in file.py:12:_kernel`.
     """
-    found: Counter[str] = Counter()
-    is_open = False
+    found: dict[str, list[str]] = {}
+    last: list[str] = []
+    is_open, headline = False, ""
     for line in said.splitlines():
         text = line.removeprefix("=========").strip()
         if not line.startswith("========="):
             continue
         if re.match(r"(Invalid|Error: |Warning: Race|Program hit|Misaligned|Potential)", text):
-            is_open = True
+            is_open, headline = True, text
         place = re.search(r"\bat (?:(\w+)\+0x|0x[0-9a-f]+ in (?:\S+:)?(\w+))", text)
         if is_open and place:
-            found[place[1] or place[2]] += 1
+            last = found.setdefault(place[1] or place[2], [])
+            last.append(headline if headline == text else f"{headline} {text}")
             is_open = False
+        elif last and text.startswith("and "):  # a race's other side
+            last[-1] = f"{last[-1]} {text}"
     summary = re.findall(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard", said)
     if sum(int(a or b) for a, b in summary) > 0 and not found:
-        found[""] += 1
+        found[""] = ["not placed"]
     return found
 
 
@@ -85,15 +91,21 @@ def results(run: str, tool: str, said: str, status: int | None) -> list[dict[str
     if launched is None:
         tail = said.strip()[-800:]
         why = "was ended by its time limit" if status is None else f"ended with {status} before its end"
-        named = [common | {"kernel": name, "errors": errors, "passed": False} for name, errors in reports.items()]
+        named = [common | _blamed(name, told) for name, told in reports.items()]
         return [*named, common | {"kernel": "", "passed": False, "failed": f"{why}: {tail}"}]
     rows: list[dict[str, Any]] = []
     for kernel, count in sorted(json.loads(launched.removeprefix(_LAUNCHED)).items()):
-        errors = reports.pop(kernel.partition(".")[2], 0)
-        rows.append(common | {"kernel": kernel, "launches": count, "errors": errors, "passed": not errors})
+        told = reports.pop(kernel.partition(".")[2], [])
+        clean = {"kernel": kernel, "errors": 0, "passed": True}
+        rows.append(common | {"launches": count} | (_blamed(kernel, told) if told else clean))
     # Kernels of torch or of the library, and what the tool did not place.
-    rows += [common | {"kernel": name, "errors": errors, "passed": False} for name, errors in reports.items()]
+    rows += [common | _blamed(name, told) for name, told in reports.items()]
     return rows
+
+
+def _blamed(kernel: str, told: list[str]) -> dict[str, Any]:
+    """How many reports, and the first of them in words: what is to be looked for."""
+    return {"kernel": kernel, "errors": len(told), "passed": False, "first": told[0][:_WORDS]}
 
 
 def sanitize(tool_path: str, run: str, tool: str, seconds: float) -> list[dict[str, Any]]:

@@ -37,8 +37,11 @@ launched {"gpu_attention._attend_kernel": 3, "gpu_norm._norm_kernel": 1}
 
 def test_errors_are_counted_for_the_kernel_they_are_in() -> None:
     """Whichever way the tool writes its place; an error that is nowhere is one too."""
-    assert {"_attend_kernel": 2, "_linear_kernel": 1} == reports_by_kernel(SAID)
-    assert {"": 1} == reports_by_kernel("========= ERROR SUMMARY: 1 error\n")
+    found = reports_by_kernel(SAID)
+    assert {"_attend_kernel": 2, "_linear_kernel": 1} == {kernel: len(told) for kernel, told in found.items()}
+    assert "Write access at _attend_kernel+0x110" in found["_attend_kernel"][1]
+    assert "Read access at _attend_kernel+0x150" in found["_attend_kernel"][1]
+    assert [""] == list(reports_by_kernel("========= ERROR SUMMARY: 1 error\n"))
     assert {} == reports_by_kernel(
         "========= ERROR SUMMARY: 0 errors\n========= RACECHECK SUMMARY: 0 hazards displayed\n"
     )
@@ -52,6 +55,9 @@ def test_each_launched_kernel_has_a_line() -> None:
         name: row["passed"] for name, row in rows.items()
     }
     assert 3 == rows["gpu_attention._attend_kernel"]["launches"]
+    assert rows["gpu_attention._attend_kernel"]["first"].startswith(
+        "Invalid __global__ read of size 4 bytes at _attend"
+    )
     assert "ended with 7" in results("dense forms", "memcheck", "Killed", 7)[0]["failed"]
 
 
