@@ -30,6 +30,7 @@ from kernels.models.load import open_model
 from kernels.models.model import BadBatch, Dtype
 from kernels.models.v41.checkpoint import Checkpoint
 from kernels.models.v41.config import read_v41_config
+from kernels.models.v41.tensors import E4M3, expected_tensors
 from kernels.ops.gpu_grouped_unpack import Packed
 from kernels.ops.gpu_hyper import enter
 from kernels.tests.gpu_v41_rig import DEVICE, PLAIN, begin, compute, gpu_model, opened, records
@@ -212,8 +213,28 @@ def test_planned_bytes_are_what_the_weights_take(experts, is_invariant) -> None:
         for each in (layer.moe.up, layer.moe.down)
         if not isinstance(each, Packed)
     )  # the tiny model's experts are half as wide as the kernels' depth
-    planned = weight_bytes(gpu_model().info, experts, experts_here=8, dense_in_fp8=not is_invariant)
+    planned = weight_bytes(
+        gpu_model().info, experts, experts_here=8, is_invariant=is_invariant, dense_in_fp8=not is_invariant
+    )
     assert abs(planned - (taken - padding)) < 0.02 * taken
+
+
+def test_dense_matrices_in_fp8_are_planned_as_each_mode_takes_them() -> None:
+    """The invariant mode's product takes matrices of whole tiles, the library all but wq_a and wkv."""
+    config = gpu_model().info
+    tensors = {name: spec for name, spec in expected_tensors(config).items() if spec.dtype == E4M3}
+    here = {name: spec.shape for name, spec in tensors.items() if not name.startswith(("mtp.", "vision"))}
+    whole = {name: shape for name, shape in here.items() if all(size % 128 == 0 for size in shape)}
+    thin = {name for name in here if name.endswith((".wq_a.weight", ".wkv.weight")) and ".attn." in name}
+    assert 0 < len(whole) < len(here)
+    for is_invariant, taken in ((True, whole), (False, {name: here[name] for name in here.keys() - thin})):
+        wide, fp8 = (
+            weight_bytes(config, "fp4", experts_here=8, is_invariant=is_invariant, dense_in_fp8=each)
+            for each in (False, True)
+        )
+        saved = sum(prod(shape) - 4 * shape[0] for shape in taken.values())
+
+        assert abs(wide - fp8 - saved) < 0.1 * saved  # the drafter's windows are loaded, too
 
 
 def test_experts_are_wide_where_blocks_still_fit() -> None:

@@ -16,6 +16,8 @@ from kernels.ops.quant import GROUP
 _SLAB_BYTES = 256 << 20
 """Index scores held at a time."""
 _BF16, _FP32, _INT32 = 2, 4, 4
+_TILE = 128
+"""Of a matrix, both ways, that the product in fp8 whose bits do not depend on the batch takes."""
 _LOGIT_ROWS = 1280
 """Of a step that is not captured: sampled and scored tokens, and the copies of a group that are adjusted."""
 _KEPT_SHARE = 0.5
@@ -28,9 +30,13 @@ def weight_bytes(
     *,
     experts_here: int,
     has_drafter: bool = False,
+    is_invariant: bool = True,
     dense_in_fp8: bool = False,
 ) -> int:
-    """Of all tensors on the device: n-gram tables are not there, nor the drafter's own layers unless it drafts."""
+    """Of all tensors on the device: n-gram tables are not there, nor the drafter's own layers unless it drafts.
+
+    dense_in_fp8: as many dense matrices as the mode's product takes.
+    """
     total = 0
     for name, spec in expected_tensors(config).items():
         is_drafters = name.startswith("mtp.")
@@ -43,14 +49,15 @@ def weight_bytes(
             # A mixing weight becomes three bf16 parts, padded from 24 rows to 32.
             size = 3 * 32 * _BF16 / 24 if "hc_" in name and name.endswith("_fn") else _BF16
             size = _FP32 if len(spec.shape) == 1 else size
-            if spec.dtype == E4M3 and dense_in_fp8 and not _is_small(name):
+            takes = all(each % _TILE == 0 for each in spec.shape) if is_invariant else not _is_small(name)
+            if spec.dtype == E4M3 and dense_in_fp8 and takes:
                 size = 1 + _FP32 / spec.shape[1]
             total += int(prod(spec.shape) * size)
     return total
 
 
 def _is_small(name: str) -> bool:
-    """fp8 matrices that may become bf16 in any case."""
+    """fp8 matrices that become bf16 for the library."""
     return name.endswith((".attn.wq_a.weight", ".attn.wkv.weight"))
 
 
@@ -128,7 +135,8 @@ def v41_need(
     logit_bytes, most = _FP32 * config.vocab_size, max(graph_sizes, default=0)
     scores = _BF16 * most * max(graph_contexts, default=0)
     here = moe.num_experts if experts_here is None else experts_here
-    weights = weight_bytes(config, experts, experts_here=here, has_drafter=has_drafter, dense_in_fp8=dense_in_fp8)
+    named = {"has_drafter": has_drafter, "is_invariant": is_invariant, "dense_in_fp8": dense_in_fp8}
+    weights = weight_bytes(config, experts, experts_here=here, **named)
     if in_registers:  # a row's largest power, and the scale that it stands for
         weights += config.num_layers * here * (2 * moe.width + hidden) * (1 + _FP32)
     modes = {"is_invariant": is_invariant, "in_registers": in_registers}
