@@ -18,6 +18,9 @@ from services.recipe.config import RecipeSettings
 from services.recipe.server import build
 from services.recipe.tests.scripted import Script, ScriptedEntrypoint
 
+_PATIENCE_SECONDS = 30
+"""Of clients: a disk that stands still holds up the store of responses for five seconds a write."""
+
 
 @dataclass
 class Running:
@@ -77,7 +80,7 @@ async def serve_recipe(
         chosen = RecipeSettings(**(wired | settings))
         async with (
             testing.running(chosen, build) as service,
-            httpx.AsyncClient(base_url=url, timeout=10) as http,
-            AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=10) as sdk,
+            httpx.AsyncClient(base_url=url, timeout=_PATIENCE_SECONDS) as http,
+            AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=_PATIENCE_SECONDS) as sdk,
         ):
             yield Running(url, entrypoint, service, http, sdk)
