@@ -45,7 +45,7 @@ from kernels.ops import gpu_dense_fp8, gpu_overlap, gpu_sparse
 
 WAYS: dict[str, Way] = {
     "as it is": {},
-    "nothing early": {(gpu_overlap, "_is_sm90"): lambda _: False},
+    "nothing early": {(gpu_overlap, "_has_dependent_launch"): lambda _: False},
     "wq_b by the library": {(gpu_dense_fp8, "is_worth"): lambda *_: False},
     "attention in Triton": {(gpu_sparse, "_fits_hopper"): lambda *_: False},
 }

@@ -1,7 +1,7 @@
 """What runs beside a stream's own work, and where is it waited for?
 
-Kernels of a few programs leave most of a GPU idle, and some results are wanted late: a second stream makes these
-meanwhile. In a captured step the two become branches of one graph.
+Kernels of a few programs leave most of a GPU idle, and some results are wanted late: other streams make these
+meanwhile. In a captured step they become branches of one graph.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Beside:
-    """A second stream of one GPU; on a CPU everything is done in its turn.
+    """Another stream of one GPU; on a CPU everything is done in its turn.
 
     What is made in here may be let go at any time: its memory goes to what comes later on the same stream, which waits
     for all that was launched before. What the current stream made and this one reads must be kept until `join`.

@@ -275,7 +275,8 @@ def _own_sums(streams: Tensor, parts: Tensor) -> Tensor:
     rows = streams.flatten(1)
     # Shares of whole turns of every tile: else where they end would depend on the number of rows.
     shares = next((each for each in range(_MOST_SHARES, 1, -1) if rows.shape[1] % (each * _TURN) == 0), 1)
-    return linear_parts(rows, parts.flatten(0, 1), parts=shares).view(-1, len(streams), 3, ROWS)
+    made = linear_parts(rows, parts.flatten(0, 1), parts=shares)
+    return made.view(len(made), len(streams), 3, ROWS)
 
 
 def leave(streams: Tensor, output: Tensor, made: Coefficients) -> Tensor:

@@ -20,7 +20,7 @@ from kernels.ops import gpu_launch  # noqa: F401 - it turns Triton to the interp
 
 def overlaps(x: Tensor) -> bool:
     """Whether kernels on x's device can be launched so: what OVERLAP and launch_pdl are given."""
-    return x.is_cuda and _is_sm90(x.device.index or 0)
+    return x.is_cuda and _has_dependent_launch(x.device.index or 0)
 
 
 def early(overlap: bool) -> dict[str, bool]:  # noqa: FBT001 - what OVERLAP is given
@@ -29,7 +29,7 @@ def early(overlap: bool) -> dict[str, bool]:  # noqa: FBT001 - what OVERLAP is g
 
 
 @cache
-def _is_sm90(index: int) -> bool:
+def _has_dependent_launch(index: int) -> bool:
     return torch.cuda.get_device_capability(index)[0] >= 9
 
 

@@ -174,13 +174,13 @@ def dense(follows):
 def norm(follows):
     rig.norm_rows(rig.bf16(256, 1280), rig.fp32(1280), eps=1e-20)
 
-can = gpu_overlap._is_sm90
+can = gpu_overlap._has_dependent_launch
 for name, is_here, follows, cases in (
     ("elsewhere", False, True, (down, gate, dense, norm)),
     ("not promised", True, False, (down, gate, norm)),  # a dense product as elsewhere: it lets nobody start
     ("promised", True, True, (down, gate, dense)),  # norms follow nobody
 ):
-    gpu_overlap._is_sm90 = can if is_here else lambda _: False
+    gpu_overlap._has_dependent_launch = can if is_here else lambda _: False
     for case in cases:
         (launch,) = rig.caught(lambda: case(follows))
         source, options = rig.source_of(launch)

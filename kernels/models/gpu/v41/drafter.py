@@ -107,8 +107,9 @@ class Drafting:
     windows: Windows
     turn: Turn
     beside: Beside
+    """Where the shared expert is asked."""
     late: Beside
-    """Where the shared expert is asked, and where what a sublayer's end wants is made."""
+    """Where what a sublayer's end wants is made."""
     is_image: Tensor | None = None
     """None: nobody drafts images."""
 

@@ -1,8 +1,8 @@
 """In which format does a GPU keep V4.1's routed experts, and how do they get there from a checkpoint?
 
 As fp4 bytes, which Hopper's fp8 units take by way of registers; elsewhere as e4m3 under one power of two a row if there
-is room: twice the bytes, nothing to unpack. Where a row's scales are too
-far apart for either, its layer's experts are fp4 that become bf16.
+is room: twice the bytes, nothing to unpack. Where a row's scales are too far apart for either, its layer's experts are
+fp4 that become bf16.
 """
 
 from __future__ import annotations

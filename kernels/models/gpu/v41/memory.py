@@ -16,6 +16,7 @@ from kernels.ops.quant import GROUP
 _SLAB_BYTES = 256 << 20
 """Index scores held at a time."""
 _BF16, _FP32, _INT32 = 2, 4, 4
+_WKV = ".attn.wkv.weight"
 _TILE = 128
 """Of a matrix, both ways, that the product in fp8 whose bits do not depend on the batch takes."""
 _LOGIT_ROWS = 1280
@@ -49,16 +50,20 @@ def weight_bytes(
             # A mixing weight becomes three bf16 parts, padded from 24 rows to 32.
             size = 3 * 32 * _BF16 / 24 if "hc_" in name and name.endswith("_fn") else _BF16
             size = _FP32 if len(spec.shape) == 1 else size
-            takes = all(each % _TILE == 0 for each in spec.shape) if is_invariant else not _is_small(name)
-            if spec.dtype == E4M3 and dense_in_fp8 and takes:
+            if spec.dtype == E4M3 and dense_in_fp8 and _takes(config, name, spec.shape, is_invariant=is_invariant):
                 size = 1 + _FP32 / spec.shape[1]
+            if is_drafters and name.endswith(_WKV):  # once more in bf16, for the windows that the main model writes
+                size = _BF16 + (size if has_drafter else 0)
             total += int(prod(spec.shape) * size)
     return total
 
 
-def _is_small(name: str) -> bool:
-    """fp8 matrices that become bf16 for the library."""
-    return name.endswith((".attn.wq_a.weight", ".attn.wkv.weight"))
+def _takes(config: V41Config, name: str, shape: Sequence[int], *, is_invariant: bool) -> bool:
+    """Whether the mode's product in fp8 takes this matrix: the library any that is worth it, our own whole tiles."""
+    if not is_invariant:
+        return not name.endswith((".attn.wq_a.weight", _WKV))
+    out = shape[0] // config.o_groups if name.endswith(".attn.wo_a.weight") else shape[0]
+    return out % _TILE == 0 and shape[1] % _TILE == 0
 
 
 def unpacks(
@@ -138,7 +143,11 @@ def v41_need(
     named = {"has_drafter": has_drafter, "is_invariant": is_invariant, "dense_in_fp8": dense_in_fp8}
     weights = weight_bytes(config, experts, experts_here=here, **named)
     if in_registers:  # a row's largest power, and the scale that it stands for
-        weights += config.num_layers * here * (2 * moe.width + hidden) * (1 + _FP32)
+        rows = config.num_layers * here * (2 * moe.width + hidden)
+        if has_drafter:
+            drafter = config.drafter
+            rows += drafter.num_layers * drafter.moe.num_experts * (2 * drafter.moe.width + hidden)
+        weights += rows * (1 + _FP32)
     modes = {"is_invariant": is_invariant, "in_registers": in_registers}
     if unpacks(config, experts, step_tokens=step_tokens, experts_here=here, **modes):
         weights += room_bytes(config, here)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 from kernels.models.gpu.v41.expert_weights import ExpertFormat, ExpertLoader, Experts, Placement, Tensors
 from kernels.models.v41.config import V41Config
 from kernels.models.v41.engram import tables_of
+from kernels.models.v41.tensors import expected_tensors
 from kernels.ops import gpu_dense_fp8
 from kernels.ops.engram import HashTables
 from kernels.ops.gpu_engram import HashNumbers
@@ -150,7 +152,7 @@ class Loader:
         is_invariant: bool = True,
         unpacks: bool = False,
     ) -> None:
-        """is_invariant: else dense matrices are made for the library's fp8 products, where they lose nothing.
+        """is_invariant: else all dense matrices are made for fp8 products, where they lose nothing.
 
         unpacks: fp4 experts get room to become e4m3 in, where they cannot in registers.
         """
@@ -167,6 +169,11 @@ class Loader:
             placement=self._placement,
             unpacks=unpacks,
         )
+
+    @cached_property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of every tensor, without reading any."""
+        return {name: tuple(spec.shape) for name, spec in expected_tensors(self._config).items()}
 
     def load(self) -> GpuV41Weights:
         """Every tensor, layer by layer."""
@@ -306,7 +313,7 @@ class Loader:
 
     def _own_product_fits(self, names: Sequence[str]) -> bool:
         """Whether the product whose bits do not depend on the batch takes all of them on top of each other."""
-        shapes = [self._tensors.dense(name).shape for name in names]
+        shapes = [self._shapes[name] for name in names]
         return gpu_dense_fp8.fits(self._device, sum(out for out, _ in shapes), shapes[0][1])
 
     def _grouped(self, name: str) -> Weights | RowScaled:
