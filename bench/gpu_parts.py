@@ -44,7 +44,7 @@ def _sanitize(tool: str, run: str, seconds: int) -> Part:
 PARTS: tuple[Part, ...] = (
     _bench("compile", "gpu_compile", "", 120, "what V4.1's steps launch, on all cores"),
     _bench("check-v41", "gpu_v41", "check", 180, "every V4.1 kernel against its twin"),
-    _step("prefill-fastest", "prefill --modes fastest --layers 6", 150, "a chunk with attention's newest kernel"),
+    _step("prefill-fastest", "prefill --modes fastest --layers 6", 150, "a chunk through six layers"),
     _step("decode-fastest", "decode --modes fastest", 200, "a whole verification step"),
     _bench("rows-at-once", "gpu_v41_rows_at_once", "", 90, "kernels that move a whole row at once, beside floors"),
     _bench("dense-fp8", "gpu_v41_dense", "", 90, "dense fp8 products: the library's beside our own"),
