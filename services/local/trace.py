@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 
 from services.local import state
 from services.local.console.journey import Journey
+from services.local.console.requests import CLOSING_SECONDS
 from services.local.home import Home
 from services.local.starting import reason_to_wait
 from services.local.state import SuiteState
@@ -22,6 +23,7 @@ NO_CONSOLE = "this suite runs without its console: start it again without --no-c
 ASK_SECONDS = 5.0
 ON_THE_WAY_SECONDS = 0.7
 """The services send their spans every half second: what has just ended is still on its way."""
+ASK_AGAIN_SECONDS = 0.2
 LEAST_COLUMNS = 80
 """Drawn into less, a line would break where the terminal's edge is; a pipe tells no width, and gets this one."""
 _ONE, _MANY = TypeAdapter(Journey), TypeAdapter(list[Journey])
@@ -44,7 +46,7 @@ def trace(
     if not _is_text(request):
         _fail(f"no request {request!r} (the newest ones: fathom trace)")
     time.sleep(ON_THE_WAY_SECONDS)
-    answer = _ask(suite, "/api/request", {"id": request}) if request else _ask(suite, "/api/requests", {})
+    answer = _whole(suite, request) if request else _ask(suite, "/api/requests", {})
     if as_json:
         print(json.dumps(answer, indent=1))
         return
@@ -55,6 +57,17 @@ def trace(
         # A program that reads the list wants the ids whole.
         lines = list_lines(_MANY.validate_python(answer), columns=columns if sys.stdout.isatty() else None)
     print("\n".join(lines))
+
+
+def _whole(suite: SuiteState, request: str) -> Any:
+    """Return a request's journey as JSON; one that lacks the recipe's word alone is asked for until that has come.
+
+    Where the console was away, each service finds it again by its own clock, and the outermost span can be the last.
+    """
+    deadline = time.monotonic() + CLOSING_SECONDS
+    while (answer := _ask(suite, "/api/request", {"id": request}))["is_closing"] and time.monotonic() < deadline:
+        time.sleep(ASK_AGAIN_SECONDS)
+    return answer
 
 
 def _is_text(word: str) -> bool:

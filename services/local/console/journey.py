@@ -37,6 +37,8 @@ class Journey:
     """Whether the recipe has said how it ended; until then only what has ended is known."""
     is_running: bool
     """Whether it may still say so. When it is neither, that word was lost, with the process or the message."""
+    is_closing: bool
+    """Whether it has run its way, and the recipe's word alone is still to come, in a moment."""
     status: int
     """HTTP status; 0 while it runs."""
     finish_reasons: tuple[str, ...]

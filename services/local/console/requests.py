@@ -64,7 +64,8 @@ def _journey(tops: Sequence[Span], children: dict[str, list[Span]], edge: Span |
     placed = list(_walk(tops, children))
     began = min(span.started for _, span, _ in placed)
     heard = max(span.ended for _, span, _ in placed)
-    is_running = edge is None and _may_run(tops, heard, now)
+    has_run = edge is None and all(span.name == WHOLE_WAY for span in tops)
+    is_running = edge is None and now - heard < (CLOSING_SECONDS if has_run else SILENCE_SECONDS)
     said: dict[str, Value] = {}
     for _, span, _ in reversed(placed):  # the outermost has the last word
         said.update(span.attributes)
@@ -82,6 +83,7 @@ def _journey(tops: Sequence[Span], children: dict[str, list[Span]], edge: Span |
         started_unix_seconds=began,
         is_finished=edge is not None,
         is_running=is_running,
+        is_closing=is_running and has_run,
         status=_count(known.get(names.HTTP_RESPONSE_STATUS_CODE)),
         finish_reasons=reasons if isinstance(reasons, tuple) else (),
         prompt_tokens=_count(known.get(names.GEN_AI_USAGE_INPUT_TOKENS)),
@@ -104,12 +106,6 @@ def _journey(tops: Sequence[Span], children: dict[str, list[Span]], edge: Span |
             for depth, span, _ in placed
         ),
     )
-
-
-def _may_run(tops: Sequence[Span], heard: float, now: float) -> bool:
-    """Return whether a request whose end nobody told may still go on. heard: when the last span that came ended."""
-    is_closing = all(span.name == WHOLE_WAY for span in tops)
-    return now - heard < (CLOSING_SECONDS if is_closing else SILENCE_SECONDS)
 
 
 def _walk(tops: Sequence[Span], children: dict[str, list[Span]]) -> Iterator[tuple[int, Span, str]]:

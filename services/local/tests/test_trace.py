@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -177,6 +178,27 @@ def test_the_command_asks_the_console(console: TraceStore) -> None:
     told = json.loads(CliRunner().invoke(app, ["trace", "request-one", "--json"]).output)
     assert ("request-one", 10) == (told["id"], len(told["rows"]))
     assert ["request-one"] == [one["id"] for one in json.loads(CliRunner().invoke(app, ["trace", "--json"]).output)]
+
+
+def test_a_request_that_lacks_the_recipe_s_word_alone_is_waited_for(console: TraceStore) -> None:
+    """Each service sends by its own clock: the outermost span can come last, and the drawing is whole all the same."""
+    at = time.time() - NOON
+    console.add([span(2, "entrypoint", "entrypoint.generate", 1, at=at - 1, attributes={names.REQUEST_ID: "late"})])
+    late = threading.Timer(0.5, console.add, [[edge(request_id="late", at=at - 1)]])
+    late.start()
+    told = json.loads(CliRunner().invoke(app, ["trace", "last", "--json"]).output)
+    late.join()
+
+    assert (True, "recipe", 200) == (told["is_finished"], told["rows"][0]["service"], told["status"])
+
+
+def test_a_word_that_does_not_come_is_not_waited_for_long(console: TraceStore, monkeypatch) -> None:
+    """What is known is shown, and that it is not all."""
+    monkeypatch.setattr(trace_command, "CLOSING_SECONDS", 0.3)
+    at = time.time() - NOON
+    console.add([span(2, "entrypoint", "entrypoint.generate", 1, at=at - 1)])
+
+    assert "It has not finished yet" in CliRunner().invoke(app, ["trace", "last"]).output
 
 
 def test_an_unknown_request_is_refused_with_the_way_out(console: TraceStore) -> None:
