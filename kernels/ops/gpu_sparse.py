@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.ops import gpu_sparse_hopper
+from kernels.ops.gpu_bring import shared_by
 from kernels.ops.gpu_formats import (
     IN_PYTHON,
     bf16,
@@ -35,7 +36,7 @@ from kernels.ops.gpu_formats import (
 )
 from kernels.ops.gpu_fp8 import SpanRows, span_rows
 from kernels.ops.gpu_grouped import Groups
-from kernels.ops.gpu_launch import check, is_hopper, power_of_two, runs_kernels, tiles
+from kernels.ops.gpu_launch import check, is_hopper, multiprocessors, power_of_two, runs_kernels, tiles
 from kernels.ops.gpu_records import Section
 from kernels.ops.quant import MainFp4, WindowFp8, fp8_round_trip
 from kernels.ops.rope import rotate_last
@@ -103,17 +104,18 @@ def attend(
     if not runs_kernels(queries):
         return _twin(queries, cos, sin, own, ring, windows, chosen, sinks, scale=scale)
     out = torch.empty_like(queries)
-    _launch(queries, (cos, sin), own, ring, windows, chosen, sinks, scale, out, None, 0)
+    _launch(queries, (cos, sin), own, ring, windows, chosen, sinks, scale, out, None, 0, None)
     return out
 
 
 def attend_groups(
     queries: Tensor, cos: Tensor, sin: Tensor, own: Tensor, ring: Section, windows: Windows, chosen: Chosen | None,
-    sinks: Tensor, groups: Groups, *, scale: float, span: int,
+    sinks: Tensor, groups: Groups, *, scale: float, span: int, brings: Tensor | None = None,
 ) -> SpanRows:  # fmt: skip
     """The same, restated for the products of groups of heads: [groups * tokens, a group's heads * size] e4m3.
 
-    groups: of the rows of [tokens, groups], one group after the other.  span: columns under one scale.
+    groups: of the rows of [tokens, groups], one group after the other.  span: columns under one scale.  brings: bytes
+    that the next kernel reads (`gpu_bring.wanted`), asked for by the last programs that run at once, behind their keys.
     """
     tokens, heads, size = queries.shape
     per_group = heads // len(groups.ends)
@@ -125,7 +127,8 @@ def attend_groups(
     rows = tokens * len(groups.ends)
     out = torch.empty(rows, per_group * size, dtype=torch.uint8, device=queries.device)
     scales = torch.empty(per_group * size // span, rows, dtype=torch.float32, device=queries.device)
-    _launch(queries, (cos, sin), own, ring, windows, chosen, sinks, scale, out.view(torch.int16), scales, per_group)
+    restated = out.view(torch.int16), scales, per_group, brings
+    _launch(queries, (cos, sin), own, ring, windows, chosen, sinks, scale, *restated)
     return SpanRows(out.view(torch.float8_e4m3fn), scales)
 
 
@@ -148,8 +151,9 @@ def _launch(
     out: Tensor,
     spans: Tensor | None,
     per_group: int,
+    brings: Tensor | None,
 ) -> None:
-    """spans, per_group: of Hopper's kernel alone."""
+    """spans, per_group, brings: of Hopper's kernel alone."""
     heads, size = queries.shape[1:]
     main = ring if chosen is None else chosen.main
     where, counts = (windows.slots, windows.slots) if chosen is None else (chosen.where, chosen.counts)
@@ -158,7 +162,7 @@ def _launch(
     kernel, cut = (gpu_sparse_hopper.attend_kernel, HOPPER) if by_hopper else (_attend_kernel, CUT)
     # Older keys than the window's are hidden by `lowest`: whole turns look back a little further.
     reach = tiles(windows.window_tokens, cut.keys) * cut.keys if by_hopper else windows.window_tokens
-    groups = (spans, None if spans is None else spans.shape[1]) if by_hopper else ()
+    more, named = _more(queries, spans, per_group, brings) if by_hopper else ((), {})
     kernel[(len(queries),)](
         queries.view(torch.int32),
         *turn,
@@ -179,7 +183,7 @@ def _launch(
         ring.offset,
         main.pool.shape[1],
         main.offset,
-        *groups,
+        *more,
         HEADS=heads,
         ROWS=max(power_of_two(heads), LEAST_HEADS),
         SIZE=size,
@@ -191,10 +195,25 @@ def _launch(
         PER_BLOCK=1 if chosen is None else chosen.entries_per_block,
         MAIN_RECORD=main.record_bytes,
         KEYS=cut.keys,
-        **({"PER_GROUP": per_group} if by_hopper else {}),
+        **named,
         num_warps=cut.warps,
         num_stages=cut.stages,
     )
+
+
+def _more(
+    queries: Tensor, spans: Tensor | None, per_group: int, brings: Tensor | None
+) -> tuple[tuple[Tensor | int | None, ...], dict[str, int]]:
+    """What Hopper's kernel is given behind the others: scales and their rows, what is brought, and its constants."""
+    named = {"PER_GROUP": per_group, "BRINGS": brings is not None}
+    rows = None if spans is None else spans.shape[1]
+    if brings is None:
+        return (spans, rows, None, None, None, None), named
+    # Those ask that run last, all at once.
+    at_once = multiprocessors(queries.device)
+    first = (len(queries) - 1) // at_once * at_once
+    share = shared_by((len(queries) - first) * gpu_sparse_hopper.BRINGING, brings)
+    return (spans, rows, share.data, share.size, share.piece_bytes, first), named
 
 
 def _fits_hopper(queries: Tensor, window: int) -> bool:

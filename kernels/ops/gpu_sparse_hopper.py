@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from kernels.ops.gpu_bring import bring_share
 from kernels.ops.gpu_words import as_e4m3, e2m1_pairs, e4m3_pairs
 
 ROWS, SIZE, KEYS, WARPS = 64, 512, 64, 8
@@ -29,6 +30,11 @@ ROWS, SIZE, KEYS, WARPS = 64, 512, 64, 8
 SPAN = 256
 """Columns of what it leaves restated under one scale: two chunks of pairs."""
 LOG2E = gl.constexpr(1.4426950408889634)
+BRINGING = 256
+_BRINGING = gl.constexpr(BRINGING)
+"""Threads of a program that ask for what comes after it: those that sum, for which nothing is told by shared memory."""
+_LAST_TURNS = gl.constexpr(2)
+"""Before so many they ask: what has been asked for then comes while nothing else is read."""
 _SCORING = gl.constexpr(80)
 _UNPACKING = gl.constexpr(80)
 """Registers of a thread; those that sum have 176."""
@@ -436,12 +442,14 @@ def _sum(
     flags: gl.shared_memory_descriptor,
     token: gl.tensor,
     count: gl.tensor,
+    brought: gl.tuple,
     ROWS: gl.constexpr,
     SIZE: gl.constexpr,
     PAIRS: gl.constexpr,
     WINDOW: gl.constexpr,
     KEYS: gl.constexpr,
     PER_GROUP: gl.constexpr,
+    BRINGS: gl.constexpr,
 ) -> None:
     """Queries, weighted values, and what is left, by eight warps."""
     q_smem, k_smem, p_smem, shrinks = room
@@ -474,7 +482,12 @@ def _sum(
     mbarrier.arrive(flags.index(_TOLD), count=1)
 
     acc = gl.zeros([ROWS, SIZE], gl.float32, VALUES)
-    for turn in range(WINDOW // KEYS + (count + KEYS - 1) // KEYS):
+    turns = WINDOW // KEYS + (count + KEYS - 1) // KEYS
+    for turn in range(turns):
+        if BRINGS:
+            data, size, piece_bytes, first = brought
+            share = gl.where(turn == turns - _LAST_TURNS, gl.program_id(0) - first, -1)
+            bring_share(data, size, piece_bytes, share, _BRINGING)
         mbarrier.wait(flags.index(_WEIGHED + (turn & 1)), (turn // 2) & 1)
         acc = acc * shrinks.index(turn & 1).load(ROWS_ACC)[:, None]
         acc = warpgroup_mma(p_smem.index(turn & 1), k_smem.index(turn & 1), acc, is_async=True)
@@ -514,6 +527,10 @@ def attend_kernel(
     main_offset: gl.tensor,
     spans: gl.tensor,
     rows: gl.tensor,
+    brought: gl.tensor,
+    brought_size: gl.tensor,
+    piece_bytes: gl.tensor,
+    first_bringing: gl.tensor,
     HEADS: gl.constexpr,
     ROWS: gl.constexpr,
     SIZE: gl.constexpr,
@@ -526,8 +543,12 @@ def attend_kernel(
     MAIN_RECORD: gl.constexpr,
     KEYS: gl.constexpr,
     PER_GROUP: gl.constexpr,
+    BRINGS: gl.constexpr,
 ) -> None:
-    """PER_GROUP: 0, or heads of a group: `out` is then e4m3, group after group, under a scale for 256 columns."""
+    """PER_GROUP: 0, or heads of a group: `out` is then e4m3, group after group, under a scale for 256 columns.
+
+    BRINGS: programs from `first_bringing` on ask for the bytes of `brought` (`gpu_bring.Share`).
+    """
     gl.static_assert(KEYS == 64 and ROWS == 64 and HEADS == ROWS)
     gl.static_assert(WINDOW % KEYS == 0 and WINDOW >= 2 * KEYS)
     gl.static_assert(PAIRS <= _CHUNK)
@@ -561,7 +582,9 @@ def attend_kernel(
     gl.warp_specialize(
         [
             (_sum, (
-                queries, cos, sin, left, room, flags, token, count, ROWS, SIZE, PAIRS, WINDOW, KEYS, PER_GROUP,
+                queries, cos, sin, left, room, flags, token, count,
+                (brought, brought_size, piece_bytes, first_bringing),
+                ROWS, SIZE, PAIRS, WINDOW, KEYS, PER_GROUP, BRINGS,
             )),
             (_weigh, (room, flags, sinks, scale, reach, count, ROWS, WINDOW, KEYS)),
             (_unpack, (

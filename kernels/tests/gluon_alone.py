@@ -287,6 +287,10 @@ class Groups:
                 copy()
 
 
+BROUGHT: list[tuple[int, int]] = []
+"""What programs asked for to be in the L2: addresses, and how many bytes from there on."""
+
+
 class Machine:
     """What a kernel's source names, over the memory of one launch."""
 
@@ -327,9 +331,13 @@ class Machine:
         for inside, memory, place in self._places(at, mask):
             memory[place] = value[inside].as_subclass(Tensor).contiguous()[:, None].view(torch.uint8)
 
-    def bring(self, at, wanted=True):
-        """Nothing but that the first of it is there."""
-        list(self._places(Pointer(at.address, torch.uint8), wanted))
+    def ask(self, at, sizes):
+        """Nothing but that all of it is there."""
+        asked = sizes > 0
+        assert not (sizes[asked] % 16).any()
+        list(self._places(Pointer(at.address, torch.uint8), asked))
+        list(self._places(Pointer(at.address + sizes - 1, torch.uint8), asked))
+        BROUGHT.extend(zip(at.address[asked].tolist(), sizes[asked].tolist(), strict=True))
 
     def multiply(self, a, b, acc, *, use_acc=True, is_async):
         assert is_async
@@ -386,7 +394,7 @@ class Machine:
             "tma": engine,
             "async_copy": Groups(self.load, is_late=self._is_late),
             "fence_async_shared": lambda: None,
-            "bring": self.bring,
+            "ask": self.ask,
             "warpgroup_mma": self.multiply,
             "warpgroup_mma_wait": self.wait,
             "as_e4m3": as_e4m3,

@@ -455,7 +455,7 @@ def whole_steps() -> Iterator[tuple[str, Callable[[], None]]]:
         for tokens in (1, 64, 256):
             for context in (512, 131_072):
                 yield f"v41 step {name} {tokens} {context}", partial(launches.captured_step, wide, tokens, context)
-        yield f"v41 step {name} fp4", partial(launches.captured_step, packed, 16, 4096)
+        yield f"v41 step {name} fp4", partial(launches.brought_step, packed, 16, 4096)
         yield f"v41 step {name} chunk", partial(launches.chunk, packed, 2000, kept=140)
 
 

@@ -24,6 +24,7 @@ from kernels.models.gpu.v41.tokens import Layouter, Say, Told, Turns
 from kernels.models.gpu.v41.weights import GpuV41Weights
 from kernels.models.v41.config import V41Config, read_v41_config
 from kernels.models.v41.layout import v41_layout
+from kernels.ops import gpu_bring
 from kernels.ops.gpu_step import move_back, noise_keys
 from kernels.ops.gpu_varlen import lay_out
 from kernels.ops.gpu_verify import Standing, accept
@@ -84,6 +85,15 @@ def captured_step(model: Shapes, tokens: int, context: int) -> None:
     )
     stack, layouter = _made(model)
     stack.forward(layouter.lay(told, extent, extent))
+
+
+def brought_step(model: Shapes, tokens: int, context: int) -> None:
+    """The same with what each product reads asked for before it begins, wherever that can be done."""
+    before, gpu_bring.PLACES = gpu_bring.PLACES, gpu_bring.ALL
+    try:
+        captured_step(model, tokens, context)
+    finally:
+        gpu_bring.PLACES = before
 
 
 def chunk(model: Shapes, tokens: int, *, kept: int) -> None:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kernels.models.gpu.v41.step import interleaved
 from kernels.ops import gpu_hyper_rows
+from kernels.ops.gpu_bring import bring
 from kernels.ops.gpu_choice import select_by_words
 from kernels.ops.gpu_fp8 import SpanRows, as_rows, empty_rows
 from kernels.ops.gpu_placed_rows import place_rows
@@ -26,14 +27,16 @@ def _of(dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 def launched() -> None:
-    """Attention that leaves its outcome restated."""
+    """Attention that leaves its outcome restated, and what comes after it asked for."""
     at = _of(I64, TOKENS)
     windows = Windows(at, at, at, at, at, 128, 134)
     turn, ring = (_of(FP32, TOKENS, PAIRS), _of(FP32, TOKENS, PAIRS)), Section(_of(U8, 5, 134 * 528 + 64), 64, 528)
     main = Section(_of(U8, 1026, 113_920), 64 * 68, 288)
     for chosen in (Chosen(_of(I32, TOKENS, 512), _of(I32, TOKENS), main, 64), None):
         given = _of(BF16, TOKENS, HEADS, HEAD), *turn, _of(U8, TOKENS, 528), ring, windows, chosen, _of(FP32, HEADS)
-        attend_groups(*given, interleaved(TOKENS, 8, META), scale=HEAD**-0.5, span=256)
+        for brings in (None, _of(U8, 8 * 1024 * 4096)):
+            attend_groups(*given, interleaved(TOKENS, 8, META), scale=HEAD**-0.5, span=256, brings=brings)
+    bring(_of(U8, 5120 * 8192))
 
 
 def at_once() -> None:

@@ -14,7 +14,9 @@ from kernels.ops.gpu_index import Keys, score, score_candidates
 from kernels.ops.gpu_launch import interpreted
 from kernels.ops.gpu_records import Section
 from kernels.ops.gpu_sparse import Chosen, Windows, attend, attend_groups
+from kernels.tests import gluon_alone
 from kernels.tests.gluon_alone import Launcher
+from kernels.tests.test_gpu_bring import brought_whole
 
 HEADS, HEAD, PAIRS = 64, 256, 16
 RING, PER_BLOCK, MOST = 134, 8, 192
@@ -52,6 +54,7 @@ def test_a_token_attends_as_by_the_twin(
         Windows(positions, lowest, begins, starts, slots, window, RING),
         Chosen(where, num.int(), main, PER_BLOCK) if has_entries else None, draw(HEADS, seed=5),
     )  # fmt: skip
+    brought = torch.zeros(7000, dtype=torch.uint8)
     expected = attend(*arguments, scale=HEAD**-0.5).float()
     launcher = Launcher(gpu_sparse_hopper.attend_kernel, is_late=is_late)
     monkeypatch.setattr(gpu_sparse_hopper, "attend_kernel", launcher)
@@ -60,7 +63,11 @@ def test_a_token_attends_as_by_the_twin(
         got = attend(*arguments, scale=HEAD**-0.5).float()
         if is_late:  # the last part alone: its values restated, group by group
             groups = interleaved(count, 2, torch.device("cpu"))
-            restated = attend_groups(*arguments, groups, scale=HEAD**-0.5, span=gpu_sparse_hopper.SPAN)
+            monkeypatch.setattr(gpu_sparse, "multiprocessors", lambda _: 3)
+            monkeypatch.setattr(gluon_alone, "BROUGHT", [])
+            given = {"scale": HEAD**-0.5, "span": gpu_sparse_hopper.SPAN, "brings": brought}
+            restated = attend_groups(*arguments, groups, **given)
+            assert brought_whole(gluon_alone.BROUGHT, brought)
             plain = span_rows(got.bfloat16().view(count * 2, -1), groups.sources, span=gpu_sparse_hopper.SPAN)
             assert torch.equal(plain.scale, restated.scale)
             assert torch.equal(plain.data.view(torch.uint8), restated.data.view(torch.uint8))

@@ -19,12 +19,14 @@ from kernels.models.gpu.v41.weights import (
     CompressorWeights,
     DraftWindowWeights,
     LayerWeights,
+    Matrix,
     MemoryWeights,
     MoeWeights,
 )
 from kernels.models.v41.config import MoeConfig, V41Config
 from kernels.ops import gpu_grouped_fp8, gpu_grouped_packed, gpu_placed_rows
 from kernels.ops.gpu_beside import Beside
+from kernels.ops.gpu_bring import bring, wanted
 from kernels.ops.gpu_engram import add_memory, read_rows, table_rows
 from kernels.ops.gpu_fp8 import RowScaled, SpanRows, gathered, grouped_product, span_rows
 from kernels.ops.gpu_grouped import Groups, Weights, multiply, multiply_gated
@@ -126,13 +128,15 @@ class Attention:
         by_group: Tensor | SpanRows
         if isinstance(weights.wo_a, RowScaled):
             span = gpu_grouped_fp8.span_of(weights.wo_a.size)
-            by_group = attend_groups(*given, step.groups, scale=self._scale, span=span)
+            brings = wanted("wo_a", weights.wo_a.data)
+            by_group = attend_groups(*given, step.groups, scale=self._scale, span=span, brings=brings)
         else:
             by_group = attend(*given, scale=self._scale).view(len(latent), config.o_groups, -1)
         # Only now: new keys take the places of some that these tokens have just seen.
         with step.beside.begun(own):
             store_ring(own, ring, half.stored, half.stored_slots, half.stored_places)
         made = products.grouped(by_group, weights.wo_a, step.groups)
+        bring_beside(step.late, "wo_b", weights.wo_b)
         return products.of(products.rounded(made, weights.wo_b), weights.wo_b)
 
 
@@ -287,6 +291,7 @@ def enter_attention(
 ) -> Entered:
     """From the experts, or from what is embedded, to the attention."""
     is_invariant, restates = products.is_invariant, isinstance(attention.down, RowScaled)
+    bring_beside(late, "down", attention.down)
     given = state.streams, state.output, state.made, mixing
     return enter(*given, is_invariant=is_invariant, restates=restates, beside=late)
 
@@ -302,7 +307,17 @@ def enter_experts(
     """From the attention to the experts; fp8 products want rows under one scale each."""
     is_invariant, streams = products.is_invariant, entered.streams
     restates = not is_invariant or _turns(moe.up) or isinstance(moe.shared_up, RowScaled)
+    if late is not None:
+        bring_beside(late, "shared", moe.router, moe.shared_up)
     return enter(streams, output, entered.made, mixing, is_invariant=is_invariant, restates=restates, beside=late)
+
+
+def bring_beside(late: Beside, place: str, *matrices: Matrix) -> None:
+    """Have these come into the L2 from now on, where that is worth it."""
+    data = [wanted(place, each.data) for each in matrices]  # of a plain matrix, itself
+    if any(each is not None for each in data):
+        with late.begun():
+            bring(*data)
 
 
 def write_draft_windows(step: Step, config: V41Config, weights: DraftWindowWeights) -> None:
