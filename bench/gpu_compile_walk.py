@@ -22,7 +22,7 @@ from kernels.models.gpu.v41.model import MOST_SEQUENCES
 from kernels.models.gpu.v41.planner import extent_of
 from kernels.models.gpu.v41.records import Records
 from kernels.models.gpu.v41.stack import Stack
-from kernels.models.gpu.v41.tokens import Layouter, Say, Told, Turns
+from kernels.models.gpu.v41.tokens import Layouter, Told, Turns
 from kernels.models.gpu.v41.weights import GpuV41Weights, LayerWeights
 from kernels.models.v41.config import V41Config
 from kernels.models.v41.layout import v41_layout
@@ -31,6 +31,7 @@ from kernels.ops.gpu_grouped import Weights
 from kernels.ops.gpu_grouped_unpack import Packed, Powers
 from kernels.ops.gpu_sampler import draw
 from kernels.ops.gpu_step import noise_keys
+from kernels.ops.gpu_told import Say
 from kernels.ops.gpu_verify import Standing
 from kernels.ops.numerics import QUANT
 from kernels.tests.gpu_compile_rig import caught, source_of

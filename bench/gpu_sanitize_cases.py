@@ -24,6 +24,7 @@ from kernels.models.gpu.weights import load_weights
 from kernels.models.weights import open_weights
 from kernels.ops import gpu_dense_fp8
 from kernels.ops.gpu_attention import CHUNK, LONG_PART_TOKENS, SINGLE, attend, tokens_per_tile
+from kernels.ops.gpu_bring import bring
 from kernels.ops.gpu_fp8 import span_rows
 from kernels.ops.gpu_index import score, score_candidates, select
 from kernels.ops.gpu_linear import linear, linear_parts, linear_swiglu
@@ -33,6 +34,8 @@ from kernels.ops.gpu_router import Placed, route_rows
 from kernels.ops.gpu_sparse import attend as attend_v41
 from kernels.ops.gpu_step import move_back
 from kernels.ops.gpu_swiglu_rows import swiglu_rows
+from kernels.ops.gpu_told import Given, Numbers, tell_half, tell_step
+from kernels.ops.gpu_varlen import lay_out
 from kernels.ops.gpu_verify import Standing, accept
 
 TINY: dict[str, object] = {
@@ -188,6 +191,21 @@ def v41_rows_at_once(device: str) -> None:
         route_rows(noise(rows, 1280).bfloat16(), router, bias, None, None, placed, top_k=6, scaling=1.5)
     scores, seen = noise(3, 65_536).bfloat16(), torch.tensor([65_536, 37, 0], device=device).int()
     select(scores, seen, count=512)
+    v41_told(device)
+
+
+def v41_told(device: str) -> None:
+    """Two sequences and padding, in both halves' forms; and bytes that are asked for ahead."""
+    with torch.device(device):
+        said = torch.tensor([[5, 3, 0], [5, 3, 0], [21, 300, 0], [1, 2, 0], [2, 1, 0], *[[0, 200, 0]] * 3]).int()
+        turn = torch.zeros(301, 32)
+        given = Given(said, torch.arange(-4, 6).int(), torch.arange(4).int(), torch.zeros(3, 3).int(),
+                      torch.ones(3, 3).int(), (turn, turn, turn, turn))  # fmt: skip
+        numbers, every = Numbers(99, 128, 134, 7, 128, (1, 2), 8), torch.arange(10)
+        layout = lay_out(said[0], said[2], num_tokens=10, tile_tokens=4)
+        tell_step(given, layout, numbers, every, every)
+        tell_half(given, layout, numbers, every[:7], is_decoder=True)
+        bring(torch.zeros(70_001, dtype=torch.uint8))
 
 
 def one_kernel(device: str) -> None:

@@ -40,6 +40,7 @@ from bench.gpu_v41_step import (
 )
 from bench.gpu_v41_work import decode_shape
 from kernels.batch import Batch
+from kernels.models.gpu.v41 import tokens
 from kernels.models.gpu.v41.model import GpuV41
 from kernels.ops import gpu_bring, gpu_dense_fp8, gpu_overlap, gpu_sparse
 
@@ -47,6 +48,7 @@ WAYS: dict[str, Way] = {
     "as it is": {},
     **{f"{place} brought": {(gpu_bring, "PLACES"): frozenset({place})} for place in sorted(gpu_bring.ALL)},
     "all brought": {(gpu_bring, "PLACES"): gpu_bring.ALL},
+    "laid out by torch": {(tokens, "IS_TOLD_AT_ONCE"): False},
     "nothing early": {(gpu_overlap, "_has_dependent_launch"): lambda _: False},
     "wq_b by the library": {(gpu_dense_fp8, "is_worth"): lambda *_: False},
     "attention in Triton": {(gpu_sparse, "_fits_hopper"): lambda *_: False},

@@ -37,10 +37,10 @@ from bench.gpu_v41_cases import (
     WINDOW,
 )
 from bench.gpu_v41_expert_work import CUDA, noise, plain_experts, random_e4m3, restated_experts
-from kernels.models.gpu.v41.step import Products, interleaved
+from kernels.models.gpu.v41.step import Products
 from kernels.ops.gpu_engram import add_memory, read_rows
 from kernels.ops.gpu_fp8 import RowScaled, norm_rows, product, span_rows
-from kernels.ops.gpu_grouped import Format, Tile
+from kernels.ops.gpu_grouped import Format, Tile, interleaved
 from kernels.ops.gpu_hyper import MixingWeights, enter, leave, split_weight
 from kernels.ops.gpu_index import QUERIES, Keys, locate, score, score_candidates, select
 from kernels.ops.gpu_moe import combine, group

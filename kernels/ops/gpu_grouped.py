@@ -118,6 +118,13 @@ class Groups:
     """[targets] int32: the position of each; where somebody reads rows that were left in the order of positions."""
 
 
+def interleaved(tokens: int, count: int, device: torch.device) -> Groups:
+    """Rows of [tokens, count] by the second index, each of them in the order of tokens."""
+    ends = torch.arange(1, count + 1, dtype=torch.int32, device=device) * tokens
+    rows = torch.arange(tokens * count, dtype=torch.int32, device=device).view(tokens, count).t().reshape(-1)
+    return Groups(ends, rows, rows)
+
+
 @dataclass(frozen=True, slots=True)
 class Tile:
     """How a program cuts the work, frozen by measurement (docs/performance_v41.md)."""

@@ -20,12 +20,13 @@ from kernels.models.gpu.v41.planner import extent_of
 from kernels.models.gpu.v41.records import Records
 from kernels.models.gpu.v41.stack import Stack
 from kernels.models.gpu.v41.step import Products
-from kernels.models.gpu.v41.tokens import Layouter, Say, Told, Turns
+from kernels.models.gpu.v41.tokens import Layouter, Told, Turns
 from kernels.models.gpu.v41.weights import GpuV41Weights
 from kernels.models.v41.config import V41Config, read_v41_config
 from kernels.models.v41.layout import v41_layout
 from kernels.ops import gpu_bring
 from kernels.ops.gpu_step import move_back, noise_keys
+from kernels.ops.gpu_told import Say
 from kernels.ops.gpu_varlen import lay_out
 from kernels.ops.gpu_verify import Standing, accept
 from kernels.ops.numerics import QUANT

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.models.gpu.v41.step import interleaved
 from kernels.ops import gpu_hyper_rows
 from kernels.ops.gpu_bring import bring
 from kernels.ops.gpu_choice import select_by_words
 from kernels.ops.gpu_fp8 import SpanRows, as_rows, empty_rows
+from kernels.ops.gpu_grouped import interleaved
 from kernels.ops.gpu_placed_rows import place_rows
 from kernels.ops.gpu_records import Section
 from kernels.ops.gpu_sparse import Chosen, Windows, attend_groups

@@ -7,9 +7,9 @@ from kernels.ops.quant import IndexFp4, MainFp4, WindowFp8
 
 pytest.importorskip("triton", reason="Triton, in whose language the kernels are written, is not installed")
 
-from kernels.models.gpu.v41.step import interleaved
 from kernels.ops import gpu_index, gpu_index_hopper, gpu_sparse, gpu_sparse_hopper
 from kernels.ops.gpu_fp8 import span_rows
+from kernels.ops.gpu_grouped import interleaved
 from kernels.ops.gpu_index import Keys, score, score_candidates
 from kernels.ops.gpu_launch import interpreted
 from kernels.ops.gpu_records import Section

@@ -15,11 +15,12 @@ from torch import Tensor
 from kernels.models.gpu.v41.expert_weights import ExpertFormat, Placement, Tensors
 from kernels.models.gpu.v41.layer import enter_attention, enter_experts, experts, projected
 from kernels.models.gpu.v41.records import Records
-from kernels.models.gpu.v41.step import Products, State, interleaved
+from kernels.models.gpu.v41.step import Products, State
 from kernels.models.gpu.v41.tokens import Turn, Turns
 from kernels.models.gpu.v41.weights import AttentionWeights, Loader, MoeWeights
 from kernels.models.v41.config import V41Config
 from kernels.ops.gpu_beside import Beside
+from kernels.ops.gpu_grouped import interleaved
 from kernels.ops.gpu_hyper import Entered, MixingWeights, enter, split_weight
 from kernels.ops.gpu_records import Section, window_records
 from kernels.ops.gpu_sparse import Windows, attend

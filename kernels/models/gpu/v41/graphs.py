@@ -17,10 +17,11 @@ from torch import Tensor
 from kernels.models.gpu.staging import Staging
 from kernels.models.gpu.v41.planner import Planned
 from kernels.models.gpu.v41.stack import Stack
-from kernels.models.gpu.v41.tokens import Extent, Layouter, Say, Slab, Told
+from kernels.models.gpu.v41.tokens import Extent, Layouter, Slab, Told
 from kernels.models.v41.config import V41Config
 from kernels.ops.gpu_index import QUERIES
 from kernels.ops.gpu_launch import tiles
+from kernels.ops.gpu_told import Say
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 _CONTEXT_STEP = 8

@@ -129,13 +129,13 @@ class Attention:
         if isinstance(weights.wo_a, RowScaled):
             span = gpu_grouped_fp8.span_of(weights.wo_a.size)
             brings = wanted("wo_a", weights.wo_a.data)
-            by_group = attend_groups(*given, step.groups, scale=self._scale, span=span, brings=brings)
+            by_group = attend_groups(*given, half.groups, scale=self._scale, span=span, brings=brings)
         else:
             by_group = attend(*given, scale=self._scale).view(len(latent), config.o_groups, -1)
         # Only now: new keys take the places of some that these tokens have just seen.
         with step.beside.begun(own):
             store_ring(own, ring, half.stored, half.stored_slots, half.stored_places)
-        made = products.grouped(by_group, weights.wo_a, step.groups)
+        made = products.grouped(by_group, weights.wo_a, half.groups)
         bring_beside(step.late, "wo_b", weights.wo_b)
         return products.of(products.rounded(made, weights.wo_b), weights.wo_b)
 

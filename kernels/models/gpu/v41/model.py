@@ -28,7 +28,7 @@ from kernels.models.gpu.v41.planner import GpuPlanner, Planned, extent_of, kept_
 from kernels.models.gpu.v41.records import Records
 from kernels.models.gpu.v41.stack import Stack
 from kernels.models.gpu.v41.step import Products
-from kernels.models.gpu.v41.tokens import Laid, Layouter, Say, Told, Turns
+from kernels.models.gpu.v41.tokens import Laid, Layouter, Told, Turns
 from kernels.models.gpu.v41.weights import GpuV41Weights
 from kernels.models.host_draws import to_draw
 from kernels.models.v41.cache import V41Cache
@@ -36,6 +36,7 @@ from kernels.models.v41.config import V41Config
 from kernels.models.v41.layout import window_spec
 from kernels.models.v41.slots import WindowSlots
 from kernels.models.v41.weights import ropes_of
+from kernels.ops.gpu_told import Say
 from kernels.ops.numerics import QUANT
 from kernels.ops.ranges import named
 

@@ -10,13 +10,14 @@ from numpy.typing import NDArray
 
 from kernels.batch import PENDING, Row
 from kernels.models.gpu.tables import TableRows
-from kernels.models.gpu.v41.tokens import Extent, Say, Slab
+from kernels.models.gpu.v41.tokens import Extent, Slab
 from kernels.models.model import BadBatch
 from kernels.models.v41.config import V41Config
 from kernels.models.v41.plan import first_kept
 from kernels.models.v41.rows import check_row, image_rows, preceding_needed
 from kernels.models.v41.slots import WindowSlots
 from kernels.ops.gpu_index import QUERIES
+from kernels.ops.gpu_told import Say
 
 _SLAB_SCORES = 1 << 27
 """Index scores of a chunk that are held at a time: 256 MiB."""

@@ -54,7 +54,7 @@ class Stack:
 
     def begin(self, laid: Laid) -> Step:
         """Start what does not depend on any layer."""
-        step = Step(laid, self._records, self._products, self._beside, self._late, num_groups=self._config.o_groups)
+        step = Step(laid, self._records, self._products, self._beside, self._late)
         pad = self._config.engram.pad_token_id
         compressed = compress(laid.history, self._compressed_ids, pad_token_id=pad)
         # Read on the other stream: were it let go here, what comes next on this one would be given its memory.

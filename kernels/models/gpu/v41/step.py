@@ -82,13 +82,6 @@ class Products:
         return made.transpose(0, 1).reshape(tokens, -1)
 
 
-def interleaved(tokens: int, count: int, device: torch.device) -> Groups:
-    """Rows of [tokens, count] by the second index, each of them in the order of tokens."""
-    ends = torch.arange(1, count + 1, dtype=torch.int32, device=device) * tokens
-    rows = torch.arange(tokens * count, dtype=torch.int32, device=device).view(tokens, count).t().reshape(-1)
-    return Groups(ends, rows, rows)
-
-
 @dataclass(frozen=True, slots=True)
 class Fetched:
     """Rows of an n-gram table that are read beside the step's own work."""
@@ -138,13 +131,8 @@ class Step:
         products: Products,
         beside: Beside,
         late: Beside,
-        *,
-        num_groups: int,
     ) -> None:
-        """beside: where windows' records and the shared expert are made.  late: what a sublayer's end wants.
-
-        num_groups: of heads, before the attention's output.
-        """
+        """beside: where windows' records and the shared expert are made.  late: what a sublayer's end wants."""
         self.laid, self.records, self.products, self.beside, self.late = laid, records, products, beside, late
         self.half = laid.encoder
         self.is_image = laid.is_image
@@ -158,25 +146,16 @@ class Step:
         """Of each slab: blocks of entries that later index sources may choose from, [tokens, blocks] int32."""
         self.features: list[Tensor] = []
         """[stored tokens, hidden] bf16, for the drafter's windows."""
-        self._num_groups = num_groups
-        self._groups: Groups | None = None
 
     @property
     def lines(self) -> Tensor:
         """Of the half's tokens: [tokens] int32 rows of the block tables; -1 for padding."""
         return self.half.lines
 
-    @property
-    def groups(self) -> Groups:
-        """Of the half's rows of heads."""
-        if self._groups is None:
-            self._groups = interleaved(self.half.extent.num_tokens, self._num_groups, self.half.positions.device)
-        return self._groups
-
     def enter_decoder(self) -> None:
         """Go on with the tokens of the decoder half."""
         self.half = self.laid.decoder
-        self.chosen = self._groups = None
+        self.chosen = None
         self.candidates.clear()
         if self.is_image is not None and self.laid.told.kept is not None:
             self.is_image = self.is_image[self.laid.told.kept]

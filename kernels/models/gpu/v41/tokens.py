@@ -8,40 +8,25 @@ no sequence) has slot, line and block -1, which kernels leave alone.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import IntEnum
 
 import torch
 from torch import Tensor
 
 from kernels.models.v41.config import V41Config
 from kernels.models.v41.layout import compressor_ring_tokens
+from kernels.ops.gpu_grouped import Groups, interleaved
 from kernels.ops.gpu_index import QUERIES
+from kernels.ops.gpu_launch import runs_kernels
 from kernels.ops.gpu_sparse import Windows
 from kernels.ops.gpu_step import move_back
+from kernels.ops.gpu_told import Completed, Given, Numbers, OfHalf, Say, tell_half, tell_step
 from kernels.ops.gpu_varlen import Layout, lay_out
 from kernels.ops.gpu_verify import Standing
 
+IS_TOLD_AT_ONCE = True
+"""On a GPU: by `gpu_told`, and not by some 130 launches of torch's."""
 Turn = tuple[Tensor, Tensor]
 """Cosine and sine, [n, rope dims / 2] fp32 each."""
-
-
-class Say(IntEnum):
-    """What the host says of each sequence; rows of an int32 table with a column for each."""
-
-    COUNT = 0
-    """Tokens in this step; 0 for a column that is not used."""
-    DECODER_COUNT = 1
-    """Of those, the last ones that the decoder half computes."""
-    END = 2
-    """Position after the last token."""
-    LINE = 3
-    """Row of the device's block tables."""
-    WINDOW = 4
-    """Window slot."""
-    WINDOW_FROM = 5
-    WRITE_FROM = 6
-    KEEP_FROM = 7
-    """As in `kernels.batch.Replay`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,18 +100,8 @@ class Half:
     stored_slots: Tensor
     """[n] int64, -1 where the key is not stored after all."""
     stored_places: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Entries:
-    """The compressed entries that tokens complete, one for each token that might."""
-
-    sources: Tensor
-    """[tokens, ratio] int64, as `compress_entries` takes them."""
-    blocks: Tensor
-    """[tokens] int64; -1 where none is completed, or it is shared already."""
-    places: Tensor
-    turn: Turn
+    groups: Groups
+    """Of the tokens' rows of heads, before the attention's output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +114,7 @@ class Laid:
     """[tokens, reach + 1] int64: each token's id and those before it, the newest first."""
     encoder: Half
     decoder: Half
-    entries: dict[int, Entries]
+    entries: dict[int, Completed]
     """By ratio."""
     pair_slots: Tensor
     """[sequences] int64: window slots whose compressor rings hold the token before each sequence's first."""
@@ -173,20 +148,28 @@ class Layouter:
         self._named = named
         self._pair_ring = compressor_ring_tokens(config)
         self._ratios = sorted({config.compress_ratios[source] for source in config.kv_sources})
+        self._numbers = Numbers(
+            vocab_size=config.vocab_size,
+            window_tokens=config.window_tokens,
+            ring_tokens=config.ring_tokens,
+            pair_ring_tokens=self._pair_ring,
+            block_tokens=config.block_tokens,
+            ratios=tuple(self._ratios),
+            groups=config.o_groups,
+        )
 
     def lay(self, told: Told, encoder: Extent, decoder: Extent) -> Laid:
         """Nothing is waited for.  decoder: `encoder` itself where both halves compute the same tokens."""
         standing = self._standing
         move_back(told.sequences[Say.END], told.preceding, told.earlier, standing.rejected, standing.before)
+        if IS_TOLD_AT_ONCE and runs_kernels(told.sequences):
+            return self._told_at_once(told, encoder, decoder)
         ids = self._known(told.token_ids)
-        layout, span = self._layout(told, Say.COUNT, encoder)
+        layout = self._layout(told, Say.COUNT, encoder)
+        span = _owners(layout)
         said = told.sequences[:, span]
         first = self._half(told, encoder, layout, said, is_decoder=False)
         last = self._decoder(told, encoder, decoder, layout, said, first)
-        is_image = None
-        if told.images is not None:
-            is_image = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
-            is_image.index_fill_(0, told.images[0], 1)
         slots = told.sequences[Say.WINDOW].long()
         begins = (told.sequences[Say.END] - told.sequences[Say.COUNT]).long()
         position = layout.positions
@@ -202,24 +185,82 @@ class Layouter:
             pair_stored_slots=pair_slots,
             pair_stored_places=position % self._pair_ring,
             told=told,
-            is_image=is_image,
+            is_image=_images_of(told),
+        )
+
+    def _told_at_once(self, told: Told, encoder: Extent, decoder: Extent) -> Laid:
+        """The same by one launch, or one for each half where these compute other tokens."""
+        turns, is_same = self._turns, decoder is encoder
+        given = Given(
+            told.sequences, told.token_ids, self._named, told.preceding, self._tables, (*turns.plain, *turns.compressed)
+        )
+        layout = self._layout(told, Say.COUNT, encoder)
+        half, step = tell_step(given, layout, self._numbers, told.stored, told.decoder_stored if is_same else None)
+        first = self._half_of(half, layout, encoder, told.stored)
+        if step.decoder_stored is not None:
+            last = replace(
+                first,
+                windows=replace(first.windows, lowest=step.decoder_lowest),
+                stored=told.decoder_stored,
+                stored_slots=step.decoder_stored.slots,
+                stored_places=step.decoder_stored.places,
+            )
+        else:
+            layout = self._layout(told, Say.DECODER_COUNT, decoder)
+            half = tell_half(given, layout, self._numbers, told.decoder_stored, is_decoder=True)
+            last = self._half_of(half, layout, decoder, told.decoder_stored)
+        return Laid(
+            token_ids=step.token_ids,
+            history=step.history,
+            encoder=first,
+            decoder=last,
+            entries=step.entries,
+            pair_slots=step.pair_slots,
+            pair_places=step.pair_places,
+            pair_stored_slots=step.pair_stored.slots,
+            pair_stored_places=step.pair_stored.places,
+            told=told,
+            is_image=_images_of(told),
+        )
+
+    def _half_of(self, half: OfHalf, layout: Layout, extent: Extent, stored: Tensor) -> Half:
+        return Half(
+            extent=extent,
+            positions=layout.positions,
+            lines=half.lines,
+            tiles=half.tiles,
+            windows=self._windows(layout, half.slots, half.lowest),
+            seen=half.seen,
+            turns={False: half.plain, True: half.compressed},
+            stored=stored,
+            stored_slots=half.stored.slots,
+            stored_places=half.stored.places,
+            groups=half.groups,
+        )
+
+    def _windows(self, layout: Layout, slots: Tensor, lowest: Tensor) -> Windows:
+        return Windows(
+            positions=layout.positions,
+            lowest=lowest,
+            begins=layout.begins,
+            starts=layout.starts,
+            slots=slots,
+            window_tokens=self._config.window_tokens,
+            ring_tokens=self._config.ring_tokens,
         )
 
     def _known(self, token_ids: Tensor) -> Tensor:
         drawn = self._named[(-1 - token_ids).clamp_min(0).long()].clamp_min(0)
         return torch.where(token_ids < 0, drawn, token_ids).long()
 
-    def _layout(self, told: Told, count: Say, extent: Extent) -> tuple[Layout, Tensor]:
-        """And the sequence of each token, 0 for padding."""
-        layout = lay_out(
-            told.sequences[count], told.sequences[Say.END], num_tokens=extent.num_tokens, tile_tokens=QUERIES
-        )
-        return layout, layout.spans.clamp_min(0).long()
+    def _layout(self, told: Told, count: Say, extent: Extent) -> Layout:
+        ends = told.sequences[Say.END]
+        return lay_out(told.sequences[count], ends, num_tokens=extent.num_tokens, tile_tokens=QUERIES)
 
     def _decoder(self, told: Told, encoder: Extent, decoder: Extent, layout: Layout, said: Tensor, first: Half) -> Half:
         if decoder is not encoder:
-            layout, span = self._layout(told, Say.DECODER_COUNT, decoder)
-            return self._half(told, decoder, layout, told.sequences[:, span], is_decoder=True)
+            layout = self._layout(told, Say.DECODER_COUNT, decoder)
+            return self._half(told, decoder, layout, told.sequences[:, _owners(layout)], is_decoder=True)
         windows = replace(first.windows, lowest=self._lowest(layout, said, is_decoder=True))
         stored = told.decoder_stored
         slots = self._stored_slots(stored, layout, said, windows.slots, is_decoder=True)
@@ -239,20 +280,13 @@ class Layouter:
             positions=position,
             lines=torch.where(is_real, said[Say.LINE], -1),
             tiles=tiles,
-            windows=Windows(
-                positions=position,
-                lowest=self._lowest(layout, said, is_decoder=is_decoder),
-                begins=layout.begins,
-                starts=layout.starts,
-                slots=slots,
-                window_tokens=config.window_tokens,
-                ring_tokens=config.ring_tokens,
-            ),
+            windows=self._windows(layout, slots, self._lowest(layout, said, is_decoder=is_decoder)),
             seen={ratio: torch.where(is_real, (position + 1) // ratio, 0).int() for ratio in self._ratios},
             turns={compressed: self._turns.at(position, compressed=compressed) for compressed in (False, True)},
             stored=stored,
             stored_slots=self._stored_slots(stored, layout, said, slots, is_decoder=is_decoder),
             stored_places=position[stored] % config.ring_tokens,
+            groups=interleaved(extent.num_tokens, config.o_groups, position.device),
         )
 
     def _lowest(self, layout: Layout, said: Tensor, *, is_decoder: bool) -> Tensor:
@@ -280,7 +314,7 @@ class Layouter:
 
     def _entries(
         self, ratio: int, layout: Layout, half: Half, said: Tensor, span: Tensor, num_sequences: int
-    ) -> Entries:
+    ) -> Completed:
         position = layout.positions
         entry = position // ratio
         first = entry * ratio
@@ -293,9 +327,21 @@ class Layouter:
             # The earlier token of a pair is the one before, or the last of the sequence's step before this one.
             earlier = torch.where(token > layout.starts, num_sequences + token - 1, span)
             sources = torch.stack([earlier, num_sequences + token], dim=1)
-        return Entries(
+        return Completed(
             sources=sources,
             blocks=torch.where(is_made, block, -1).long(),
             places=entry % (self._config.block_tokens // ratio),
             turn=self._turns.at(first, compressed=True),
         )
+
+
+def _owners(layout: Layout) -> Tensor:
+    """The sequence of each token, 0 for padding."""
+    return layout.spans.clamp_min(0).long()
+
+
+def _images_of(told: Told) -> Tensor | None:
+    if told.images is None:
+        return None
+    is_image = torch.zeros(len(told.token_ids), dtype=torch.bool, device=told.token_ids.device)
+    return is_image.index_fill_(0, told.images[0], 1)
