@@ -34,7 +34,11 @@ Way = dict[tuple[Any, str], Any]
 
 
 def attention_ways() -> dict[str, Way]:
-    return {"in use": {}, "in Triton": {(gpu_sparse, "_fits_hopper"): lambda *_: False}}
+    return {
+        "in use": {},
+        "those who sum ask": {(gpu_sparse, "SUMS_ASK"): True},
+        "in Triton": {(gpu_sparse, "_fits_hopper"): lambda *_: False},
+    }
 
 
 def index_ways() -> dict[str, Way]:

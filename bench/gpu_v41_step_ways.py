@@ -48,6 +48,7 @@ WAYS: dict[str, Way] = {
     "as it is": {},
     **{f"{place} brought": {(gpu_bring, "PLACES"): frozenset({place})} for place in sorted(gpu_bring.ALL)},
     "all brought": {(gpu_bring, "PLACES"): gpu_bring.ALL},
+    "those who sum ask": {(gpu_sparse, "SUMS_ASK"): True},
     "laid out by torch": {(tokens, "IS_TOLD_AT_ONCE"): False},
     "nothing early": {(gpu_overlap, "_has_dependent_launch"): lambda _: False},
     "wq_b by the library": {(gpu_dense_fp8, "is_worth"): lambda *_: False},

@@ -42,6 +42,8 @@ from kernels.ops.quant import MainFp4, WindowFp8, fp8_round_trip
 from kernels.ops.rope import rotate_last
 from kernels.ops.sparse import attend as attend_twin
 
+SUMS_ASK = False
+"""Whether Hopper's warps that sum ask for entries' records, and not those that unpack: if a measurement shows it."""
 LEAST_HEADS = 16
 """Rows of the smallest matrix product."""
 
@@ -162,7 +164,7 @@ def _launch(
     kernel, cut = (gpu_sparse_hopper.attend_kernel, HOPPER) if by_hopper else (_attend_kernel, CUT)
     # Older keys than the window's are hidden by `lowest`: whole turns look back a little further.
     reach = tiles(windows.window_tokens, cut.keys) * cut.keys if by_hopper else windows.window_tokens
-    more, named = _more(queries, spans, per_group, brings) if by_hopper else ((), {})
+    more, named = _more(queries, spans, per_group, brings, chosen, reach) if by_hopper else ((), {})
     kernel[(len(queries),)](
         queries.view(torch.int32),
         *turn,
@@ -202,10 +204,11 @@ def _launch(
 
 
 def _more(
-    queries: Tensor, spans: Tensor | None, per_group: int, brings: Tensor | None
+    queries: Tensor, spans: Tensor | None, per_group: int, brings: Tensor | None, chosen: Chosen | None, reach: int
 ) -> tuple[tuple[Tensor | int | None, ...], dict[str, int]]:
     """What Hopper's kernel is given behind the others: scales and their rows, what is brought, and its constants."""
-    named = {"PER_GROUP": per_group, "BRINGS": brings is not None}
+    sums_ask = SUMS_ASK and chosen is not None and reach == 2 * HOPPER.keys
+    named = {"PER_GROUP": per_group, "BRINGS": brings is not None, "SUMS_ASK": sums_ask}
     rows = None if spans is None else spans.shape[1]
     if brings is None:
         return (spans, rows, None, None, None, None), named

@@ -23,7 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.ops.gpu_bring import bring_share
-from kernels.ops.gpu_words import as_e4m3, e2m1_pairs, e4m3_pairs
+from kernels.ops.gpu_sparse_heads import angles, fetch_queries, leave, plain_words, power_of, turned_words
+from kernels.ops.gpu_words import e2m1_pairs, e4m3_pairs
 
 ROWS, SIZE, KEYS, WARPS = 64, 512, 64, 8
 """Heads and their size that the kernel is made for, keys a turn, and its warps that sum: 16 in all."""
@@ -31,7 +32,7 @@ SPAN = 256
 """Columns of what it leaves restated under one scale: two chunks of pairs."""
 LOG2E = gl.constexpr(1.4426950408889634)
 BRINGING = 256
-_BRINGING = gl.constexpr(BRINGING)
+_SUMMING = gl.constexpr(BRINGING)
 """Threads of a program that ask for what comes after it: those that sum, for which nothing is told by shared memory."""
 _LAST_TURNS = gl.constexpr(2)
 """Before so many they ask: what has been asked for then comes while nothing else is read."""
@@ -45,25 +46,21 @@ _FULL = gl.constexpr(0)
 _EMPTY = gl.constexpr(2)
 _WEIGHED = gl.constexpr(4)
 _TOLD = gl.constexpr(6)
-"""Where flags are: of each buffer, then that queries are there and that sums of weights are."""
+_ASKED = gl.constexpr(7)
+_READ = gl.constexpr(8)
+"""Where flags are: of each buffer, then that queries are there and that sums of weights are; and, where those who sum
+ask for entries' records, that these are there, and that their room is free."""
 _PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 _WIDE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 _WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
 _LINES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 _RAW = gl.constexpr(gl.SwizzledSharedLayout(16, 1, 2, [1, 0]))
 """Of raw words: eight keys' lines are read at once, without conflicts of banks."""
+_ASK_RAW = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [8, 1], [1, 0]))
+_ASK_SCALES = gl.constexpr(gl.BlockedLayout([1, 4], [16, 2], [8, 1], [1, 0]))
+"""Which thread of those that sum asks for which words."""
 _CHUNK = gl.constexpr(64)
 """Pairs of a head that a warp turns together."""
-
-
-@gluon.jit
-def _power(exponent: gl.tensor) -> gl.tensor:
-    return (exponent.to(gl.int32) << 23).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def _bf16(x: gl.tensor) -> gl.tensor:
-    return x.to(gl.bfloat16).to(gl.float32)
 
 
 @gluon.jit
@@ -159,7 +156,7 @@ def _beside(left: gl.tensor, right: gl.tensor) -> gl.tensor:
 @gluon.jit
 def _window_words(both: gl.tensor, exponent: gl.tensor, RAW: gl.constexpr) -> gl.tensor:
     """Window records as words of a buffer: even values, then odd ones; the format's 2 ** 120 is in the scale."""
-    scale = _power(gl.minimum(exponent.to(gl.int32) + 112, 254))
+    scale = power_of(gl.minimum(exponent.to(gl.int32) + 112, 254))
     even, odd = e4m3_pairs(both, _spread(scale, 8, RAW))
     return _beside(even, odd)
 
@@ -197,116 +194,7 @@ def _sums(p: gl.tensor) -> gl.tensor:
 
 
 @gluon.jit
-def _fetch_queries(rows: gl.tensor, chunk: gl.constexpr, CHUNK: gl.constexpr, TURN: gl.constexpr) -> gl.tensor:
-    """Some columns of queries, two bf16 in an int32; rows: [heads] where each begins."""
-    pair = chunk * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(0, TURN))
-    return gl.load(rows[:, None] + pair[None, :])
-
-
-@gluon.jit
-def _angles(table: gl.tensor, token: gl.tensor, other: gl.constexpr, PAIRS: gl.constexpr, CHUNK: gl.constexpr,
-            TURN: gl.constexpr) -> gl.tensor:  # fmt: skip
-    """Of the last chunk's pairs; [1, pairs]."""
-    turned = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, TURN)) - (CHUNK - PAIRS)
-    return gl.load(table + token * PAIRS + turned, mask=turned >= 0, other=other)[None, :]
-
-
-@gluon.jit
-def _plain_words(pairs: gl.tensor) -> gl.tuple:
-    """[heads, pairs] of elements -> [heads, pairs / 2]: two even elements in a word, two odd ones."""
-    first, then = gl.split(pairs.reshape([pairs.shape[0], pairs.shape[1] // 2, 2]))
-    return (first & 0xFFFF) | (then << 16), ((first >> 16) & 0xFFFF) | (then & -65536)
-
-
-@gluon.jit
-def _turned_words(pairs: gl.tensor, c: gl.tensor, s: gl.tensor) -> gl.tuple:
-    """Likewise, turned."""
-    even = (pairs << 16).to(gl.float32, bitcast=True)
-    odd = (pairs & -65536).to(gl.float32, bitcast=True)
-    low, high = _bf16(even * c - odd * s), _bf16(odd * c + even * s)
-    turned = (low.to(gl.int32, bitcast=True) >> 16) & 0xFFFF
-    return _plain_words(turned | high.to(gl.int32, bitcast=True))
-
-
-@gluon.jit
-def _exponent(largest: gl.tensor) -> gl.tensor:
-    """Of the least power of two that is not less than largest / 448, at least 1e-4 / 448: 448 is 1.75 * 2 ** 8."""
-    return ((gl.maximum(largest, 1e-4).to(gl.int32, bitcast=True) + 0x1FFFFF) >> 23) - 8
-
-
-@gluon.jit
-def _largest(low: gl.tensor, high: gl.tensor) -> gl.tensor:
-    return gl.max(gl.maximum(gl.abs(low), gl.abs(high)), axis=1)
-
-
-@gluon.jit
-def _left(
-    summed: gl.shared_memory_descriptor,
-    c: gl.tensor,
-    s: gl.tensor,
-    chunk: gl.constexpr,
-    HALF: gl.constexpr,
-    CHUNK: gl.constexpr,
-    TURN: gl.constexpr,
-) -> gl.tuple:
-    """Some columns of the outcome, the last ones turned back, rounded to fp8: even and odd ones, fp32."""
-    ROWS: gl.constexpr = summed.shape[0]
-    even = summed.slice(chunk * CHUNK, CHUNK, dim=1).load(TURN).to(gl.float32)
-    odd = summed.slice(HALF + chunk * CHUNK, CHUNK, dim=1).load(TURN).to(gl.float32)
-    if chunk == HALF // CHUNK - 1:
-        back_even = _bf16(even * c + odd * s)
-        back_odd = _bf16(odd * c - even * s)
-    else:
-        back_even, back_odd = even, odd
-    highest = gl.maximum(gl.abs(back_even), gl.abs(back_odd)).reshape([ROWS, CHUNK // 16, 16])
-    exponent = gl.expand_dims(_exponent(gl.max(highest, axis=2)), 2)
-    exponent = exponent.broadcast_to([ROWS, CHUNK // 16, 16]).reshape([ROWS, CHUNK])
-    exponent = gl.convert_layout(exponent, TURN, assert_trivial=True)
-    factor, inverse = _power(exponent), _power(254 - exponent)
-    low = (back_even * inverse).to(gl.float8e4nv).to(gl.float32) * factor
-    high = (back_odd * inverse).to(gl.float8e4nv).to(gl.float32) * factor
-    return low, high
-
-
-@gluon.jit
-def _leave(
-    summed: gl.shared_memory_descriptor,
-    c: gl.tensor,
-    s: gl.tensor,
-    out: gl.tensor,
-    spans: gl.tensor,
-    rows: gl.tensor,
-    token: gl.tensor,
-    PER_GROUP: gl.constexpr,
-    HALF: gl.constexpr,
-    CHUNK: gl.constexpr,
-    TURN: gl.constexpr,
-) -> None:
-    """What was summed, turned back and rounded, as bf16 or restated."""
-    HEADS: gl.constexpr = summed.shape[0]
-    head = gl.arange(0, HEADS, layout=gl.SliceLayout(1, TURN))
-    for chunk in gl.static_range(HALF // CHUNK):
-        pair = chunk * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(0, TURN))
-        low, high = _left(summed, c, s, chunk, HALF, CHUNK, TURN)
-        if PER_GROUP == 0:
-            packed = (low.to(gl.uint32, bitcast=True) >> 16) | (high.to(gl.uint32, bitcast=True) & 0xFFFF0000)
-            gl.store(out + (token * HEADS + head[:, None]) * HALF + pair[None, :], packed.to(gl.int32, bitcast=True))
-        elif chunk % 2 == 0:
-            low_before, high_before = low, high
-        else:
-            exponent = _exponent(gl.maximum(_largest(low_before, high_before), _largest(low, high)))
-            inverse = _power(254 - exponent)[:, None]
-            row = head // PER_GROUP * (rows // (HEADS // PER_GROUP)) + token
-            inside = head % PER_GROUP
-            place = out + row.to(gl.int64)[:, None] * (PER_GROUP * HALF) + inside[:, None] * HALF + pair[None, :]
-            gl.store(place - CHUNK, as_e4m3(low_before * inverse, high_before * inverse))
-            gl.store(place, as_e4m3(low * inverse, high * inverse))
-            span = inside * (HALF // (2 * CHUNK)) + chunk // 2
-            gl.store(spans + span * rows + row, _power(exponent))
-
-
-@gluon.jit
-def _unpack(  # noqa: PLR0915 - keys of two kinds, one stream of copies
+def _unpack(  # noqa: C901, PLR0912, PLR0915 - keys of two kinds, one stream of copies, asked for here or elsewhere
     records: gl.tuple,
     reach: gl.tuple,
     entries: gl.tuple,
@@ -321,8 +209,12 @@ def _unpack(  # noqa: PLR0915 - keys of two kinds, one stream of copies
     MOST: gl.constexpr,
     PER_BLOCK: gl.constexpr,
     MAIN_RECORD: gl.constexpr,
+    SUMS_ASK: gl.constexpr,
 ) -> None:
-    """Keys, by four warps: the window's 32 at a time, then entries."""
+    """Keys, by four warps: the window's 32 at a time, then entries.
+
+    SUMS_ASK: those who sum ask for entries' records while the units multiply, and these warps have more time to unpack.
+    """
     _, _, where, count = entries
     RAW: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
     RAW_SCALES: gl.constexpr = gl.BlockedLayout([1, 4], [16, 2], [4, 1], [1, 0])
@@ -338,7 +230,8 @@ def _unpack(  # noqa: PLR0915 - keys of two kinds, one stream of copies
     _ask_window(raw8, records, reach, 0, 0, WINDOW, RING, WINDOW_RECORD, EIGHTS)
     _ask_window(exponents, records, reach, 0, SIZE // 4, WINDOW, RING, WINDOW_RECORD, RAW_EXPONENTS)
     async_copy.commit_group()
-    if MOST > 0:
+    ASKS: gl.constexpr = MOST > 0 and not SUMS_ASK
+    if ASKS:
         places = _fetch_places(where, 0, count, KEYS, RAW)
         places2 = _fetch_places(where, 0, count, KEYS, RAW_SCALES)
     for half in gl.static_range(2 * TILES):
@@ -353,10 +246,12 @@ def _unpack(  # noqa: PLR0915 - keys of two kinds, one stream of copies
                     exponents, records, reach, (half + 1) * HALF, SIZE // 4, WINDOW, RING, WINDOW_RECORD, RAW_EXPONENTS
                 )
             async_copy.commit_group()
-        elif MOST > 0:
+        elif ASKS:
             _ask_entries(raw, places, entries, 0, PER_BLOCK, MAIN_RECORD, RAW)
             _ask_entries(raw_scales, places2, entries, SIZE // 8, PER_BLOCK, MAIN_RECORD, RAW_SCALES)
             async_copy.commit_group()
+        elif SUMS_ASK:
+            _say_read(flags)
         if half >= 4 and half % 2 == 0:
             mbarrier.wait(flags.index(_EMPTY + half // 2 % 2), (half // 4 - 1) & 1)
         words = _as_words(k_smem.index(half // 2 % 2)).slice(half % 2 * HALF, HALF, dim=0)
@@ -366,25 +261,68 @@ def _unpack(  # noqa: PLR0915 - keys of two kinds, one stream of copies
             gl.thread_barrier()
             mbarrier.arrive(flags.index(_FULL + half // 2 % 2), count=1)
     if MOST > 0:
-        places = _fetch_places(where, KEYS, count, KEYS, RAW)
-        places2 = _fetch_places(where, KEYS, count, KEYS, RAW_SCALES)
+        if ASKS:
+            places = _fetch_places(where, KEYS, count, KEYS, RAW)
+            places2 = _fetch_places(where, KEYS, count, KEYS, RAW_SCALES)
         turn = count * 0 + TILES
         for first in range(0, count, KEYS):
-            async_copy.wait_group(0)
+            if SUMS_ASK:
+                mbarrier.wait(flags.index(_ASKED), turn & 1)
+            else:
+                async_copy.wait_group(0)
             both, bits = raw.load(RAW), _as_bytes(raw_scales).load(SCALES)
             # The next ones are under way while these are unpacked.
-            _ask_entries(raw, places, entries, 0, PER_BLOCK, MAIN_RECORD, RAW)
-            _ask_entries(raw_scales, places2, entries, SIZE // 8, PER_BLOCK, MAIN_RECORD, RAW_SCALES)
-            async_copy.commit_group()
-            places = _fetch_places(where, first + 2 * KEYS, count, KEYS, RAW)
-            places2 = _fetch_places(where, first + 2 * KEYS, count, KEYS, RAW_SCALES)
+            if SUMS_ASK:
+                _say_read(flags)
+            else:
+                _ask_entries(raw, places, entries, 0, PER_BLOCK, MAIN_RECORD, RAW)
+                _ask_entries(raw_scales, places2, entries, SIZE // 8, PER_BLOCK, MAIN_RECORD, RAW_SCALES)
+                async_copy.commit_group()
+                places = _fetch_places(where, first + 2 * KEYS, count, KEYS, RAW)
+                places2 = _fetch_places(where, first + 2 * KEYS, count, KEYS, RAW_SCALES)
             mbarrier.wait(flags.index(_EMPTY + (turn & 1)), (turn // 2 - 1) & 1)
             _as_words(k_smem.index(turn & 1)).store(_entry_words(both, bits, RAW))
             fence_async_shared()
             gl.thread_barrier()
             mbarrier.arrive(flags.index(_FULL + (turn & 1)), count=1)
             turn += 1
-        async_copy.wait_group(0)
+        if ASKS:
+            async_copy.wait_group(0)
+
+
+@gluon.jit
+def _say_read(flags: gl.shared_memory_descriptor) -> None:
+    """All of what was asked for is in registers."""
+    gl.thread_barrier()
+    mbarrier.arrive(flags.index(_READ), count=1)
+
+
+@gluon.jit
+def _places(entries: gl.tuple, first: gl.tensor, KEYS: gl.constexpr) -> gl.tuple:
+    """Of a turn's entries, for each thread that asks for their words and for their scales."""
+    _, _, where, count = entries
+    return _fetch_places(where, first, count, KEYS, _ASK_RAW), _fetch_places(where, first, count, KEYS, _ASK_SCALES)
+
+
+@gluon.jit
+def _ask(
+    raws: gl.tuple,
+    places: gl.tuple,
+    entries: gl.tuple,
+    flags: gl.shared_memory_descriptor,
+    turn: gl.tensor,
+    KEYS: gl.constexpr,
+    SIZE: gl.constexpr,
+    PER_BLOCK: gl.constexpr,
+    RECORD: gl.constexpr,
+) -> gl.tuple:
+    """A turn's entries, by eight warps, where the ones before them have been read.  Returns places of the next."""
+    raw, raw_scales = raws
+    mbarrier.wait(flags.index(_READ), turn & 1)
+    _ask_entries(raw, places[0], entries, 0, PER_BLOCK, RECORD, _ASK_RAW)
+    _ask_entries(raw_scales, places[1], entries, SIZE // 8, PER_BLOCK, RECORD, _ASK_SCALES)
+    async_copy.mbarrier_arrive(flags.index(_ASKED), increment_count=False)
+    return _places(entries, (turn + 1) * KEYS, KEYS)
 
 
 @gluon.jit
@@ -443,6 +381,8 @@ def _sum(
     token: gl.tensor,
     count: gl.tensor,
     brought: gl.tuple,
+    raws: gl.tuple,
+    entries: gl.tuple,
     ROWS: gl.constexpr,
     SIZE: gl.constexpr,
     PAIRS: gl.constexpr,
@@ -450,6 +390,9 @@ def _sum(
     KEYS: gl.constexpr,
     PER_GROUP: gl.constexpr,
     BRINGS: gl.constexpr,
+    SUMS_ASK: gl.constexpr,
+    PER_BLOCK: gl.constexpr,
+    RECORD: gl.constexpr,
 ) -> None:
     """Queries, weighted values, and what is left, by eight warps."""
     q_smem, k_smem, p_smem, shrinks = room
@@ -461,18 +404,18 @@ def _sum(
     ROWS_ACC: gl.constexpr = gl.SliceLayout(1, VALUES)
     # All that needs no other load is asked for before anything waits.
     heads = queries + (token * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, TURN))) * HALF
-    pairs0 = _fetch_queries(heads, 0, _CHUNK, TURN)
+    pairs0 = fetch_queries(heads, 0, _CHUNK, TURN)
     if LAST == 3:
-        pairs1 = _fetch_queries(heads, 1, _CHUNK, TURN)
-        pairs2 = _fetch_queries(heads, 2, _CHUNK, TURN)
-    pairs3 = _fetch_queries(heads, LAST, _CHUNK, TURN)
-    c = _angles(cos, token, 1.0, PAIRS, _CHUNK, TURN)
-    s = _angles(sin, token, 0.0, PAIRS, _CHUNK, TURN)
-    even0, odd0 = _plain_words(pairs0)
-    even3, odd3 = _turned_words(pairs3, c, s)
+        pairs1 = fetch_queries(heads, 1, _CHUNK, TURN)
+        pairs2 = fetch_queries(heads, 2, _CHUNK, TURN)
+    pairs3 = fetch_queries(heads, LAST, _CHUNK, TURN)
+    c = angles(cos, token, 1.0, PAIRS, _CHUNK, TURN)
+    s = angles(sin, token, 0.0, PAIRS, _CHUNK, TURN)
+    even0, odd0 = plain_words(pairs0)
+    even3, odd3 = turned_words(pairs3, c, s)
     if LAST == 3:
-        even1, odd1 = _plain_words(pairs1)
-        even2, odd2 = _plain_words(pairs2)
+        even1, odd1 = plain_words(pairs1)
+        even2, odd2 = plain_words(pairs2)
         even0, odd0 = _beside(even0, even1), _beside(odd0, odd1)
         even3, odd3 = _beside(even2, even3), _beside(odd2, odd3)
     # In one go: between stores into slices of a buffer all warps wait for each other.
@@ -481,26 +424,33 @@ def _sum(
     gl.thread_barrier()
     mbarrier.arrive(flags.index(_TOLD), count=1)
 
+    if SUMS_ASK:
+        places = _places(entries, 0, KEYS)
+        if count > 0:
+            places = _ask(raws, places, entries, flags, count * 0, KEYS, SIZE, PER_BLOCK, RECORD)
     acc = gl.zeros([ROWS, SIZE], gl.float32, VALUES)
     turns = WINDOW // KEYS + (count + KEYS - 1) // KEYS
     for turn in range(turns):
         if BRINGS:
             data, size, piece_bytes, first = brought
             share = gl.where(turn == turns - _LAST_TURNS, gl.program_id(0) - first, -1)
-            bring_share(data, size, piece_bytes, share, _BRINGING)
+            bring_share(data, size, piece_bytes, share, _SUMMING)
         mbarrier.wait(flags.index(_WEIGHED + (turn & 1)), (turn // 2) & 1)
         acc = acc * shrinks.index(turn & 1).load(ROWS_ACC)[:, None]
         acc = warpgroup_mma(p_smem.index(turn & 1), k_smem.index(turn & 1), acc, is_async=True)
+        # Two turns' entries have been read by now, or will be before this turn's values are asked for.
+        if SUMS_ASK and (turn + 1) * KEYS < count:
+            places = _ask(raws, places, entries, flags, turn + 1, KEYS, SIZE, PER_BLOCK, RECORD)
         acc = warpgroup_mma_wait(0, deps=[acc])
         gl.thread_barrier()
         mbarrier.arrive(flags.index(_EMPTY + (turn & 1)), count=1)
 
-    c = _angles(cos, token, 1.0, PAIRS, _CHUNK, TURN)
-    s = _angles(sin, token, 0.0, PAIRS, _CHUNK, TURN)
+    c = angles(cos, token, 1.0, PAIRS, _CHUNK, TURN)
+    s = angles(sin, token, 0.0, PAIRS, _CHUNK, TURN)
     mbarrier.wait(flags.index(_TOLD), 1)
     # A product with a row's reciprocal has the bits of a division of each element.
     q_smem.store((acc * shrinks.index(2).load(ROWS_ACC)[:, None]).to(gl.bfloat16))
-    _leave(q_smem, c, s, out, spans, rows, token, PER_GROUP, HALF, _CHUNK, TURN)
+    leave(q_smem, c, s, out, spans, rows, token, PER_GROUP, HALF, _CHUNK, TURN)
 
 
 @gluon.jit
@@ -544,13 +494,16 @@ def attend_kernel(
     KEYS: gl.constexpr,
     PER_GROUP: gl.constexpr,
     BRINGS: gl.constexpr,
+    SUMS_ASK: gl.constexpr,
 ) -> None:
     """PER_GROUP: 0, or heads of a group: `out` is then e4m3, group after group, under a scale for 256 columns.
 
-    BRINGS: programs from `first_bringing` on ask for the bytes of `brought` (`gpu_bring.Share`).
+    BRINGS: programs from `first_bringing` on ask for the bytes of `brought` (`gpu_bring.Share`).  SUMS_ASK: those who
+    sum ask for entries' records, which is for windows of two turns.
     """
     gl.static_assert(KEYS == 64 and ROWS == 64 and HEADS == ROWS)
     gl.static_assert(WINDOW % KEYS == 0 and WINDOW >= 2 * KEYS)
+    gl.static_assert(not SUMS_ASK or (MOST > 0 and WINDOW == 2 * KEYS))
     gl.static_assert(PAIRS <= _CHUNK)
     token = gl.program_id(0).to(gl.int64)
     slot = gl.load(slots + token)
@@ -568,9 +521,9 @@ def attend_kernel(
     raws = (raw, gl.allocate_shared_memory(gl.int32, [KEYS, SIZE // 64], _LINES))
     # Of each buffer, and what the sums are multiplied with at the end.
     shrinks = gl.allocate_shared_memory(gl.float32, [3, ROWS], _PLAIN)
-    flags = gl.allocate_shared_memory(gl.int64, [7, 1], _FLAGS)
-    for flag in gl.static_range(7):
-        mbarrier.init(flags.index(flag), count=1)
+    flags = gl.allocate_shared_memory(gl.int64, [9 if SUMS_ASK else 7, 1], _FLAGS)
+    for flag in gl.static_range(9 if SUMS_ASK else 7):
+        mbarrier.init(flags.index(flag), count=_SUMMING if flag == _ASKED else 1)
     gl.thread_barrier()
     # Other warps get their values by shared memory, in which little room is left.
     own = own + own_row.to(gl.int64) * WINDOW_RECORD
@@ -583,13 +536,13 @@ def attend_kernel(
         [
             (_sum, (
                 queries, cos, sin, left, room, flags, token, count,
-                (brought, brought_size, piece_bytes, first_bringing),
-                ROWS, SIZE, PAIRS, WINDOW, KEYS, PER_GROUP, BRINGS,
+                (brought, brought_size, piece_bytes, first_bringing), raws, entries,
+                ROWS, SIZE, PAIRS, WINDOW, KEYS, PER_GROUP, BRINGS, SUMS_ASK, PER_BLOCK, MAIN_RECORD,
             )),
             (_weigh, (room, flags, sinks, scale, reach, count, ROWS, WINDOW, KEYS)),
             (_unpack, (
                 records, reach, entries, k_smem, raws, flags, KEYS, SIZE, WINDOW, RING, WINDOW_RECORD, MOST, PER_BLOCK,
-                MAIN_RECORD,
+                MAIN_RECORD, SUMS_ASK,
             )),
         ],
         [4, 4],

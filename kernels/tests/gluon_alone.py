@@ -164,6 +164,13 @@ def e4m3_pairs(four, scale):
     return pair(parts[0], parts[2], scale), pair(parts[1], parts[3], scale)
 
 
+def swiglu_of(gate, up, limit):
+    """As the kernels' PTX: of values rounded to bf16 first."""
+    gate, up = (each.to(torch.bfloat16).float() for each in (gate, up))
+    gate = gate.clamp(max=limit)
+    return gate / (1.0 + torch.exp2(gate * -1.4426950408889634)) * up.clamp(-limit, limit)
+
+
 @dataclass
 class Flag:
     """A barrier: what it still waits for, and how often it has had all of it."""
@@ -228,6 +235,20 @@ class Engine:
             known.copies.pop()()
         self._turn.notify_all()
 
+    def arrive_after(self, flag, copies):
+        """Of all threads that are counted: when these are made, which the others wait for."""
+        known = self._flags[flag.data.data_ptr()]
+
+        def copy() -> None:
+            for each in copies:
+                each()
+            self.arrive(flag, count=known.count)
+
+        known.copies.append(copy)
+        if not self._is_late:
+            known.copies.pop()()
+        self._turn.notify_all()
+
     def wait(self, flag, phase):
         known = self._flags[flag.data.data_ptr()]
         while known.completed % 2 == int(phase):
@@ -260,8 +281,8 @@ class Engine:
 class Groups:
     """Copies that threads ask for themselves, in groups: made at once, or when the partition waits for their group."""
 
-    def __init__(self, load: Callable[..., Tensor], *, is_late: bool) -> None:
-        self._load, self._is_late = load, is_late
+    def __init__(self, load: Callable[..., Tensor], engine: Engine, *, is_late: bool) -> None:
+        self._load, self._engine, self._is_late = load, engine, is_late
         self._own = threading.local()
 
     def _asked(self) -> list[list[Callable[[], None]]]:
@@ -280,6 +301,13 @@ class Groups:
 
     def commit_group(self):
         self._asked().append([])
+
+    def mbarrier_arrive(self, flag, *, increment_count):
+        """Every thread of the partition arrives when its own copies are made."""
+        assert not increment_count
+        copies = [copy for group in self._asked() for copy in group]
+        self._asked()[:] = [[]]
+        self._engine.arrive_after(flag, copies)
 
     def wait_group(self, num_outstanding):
         while len(self._asked()) > num_outstanding + 1:
@@ -392,7 +420,7 @@ class Machine:
             "gl": language,
             "mbarrier": engine,
             "tma": engine,
-            "async_copy": Groups(self.load, is_late=self._is_late),
+            "async_copy": Groups(self.load, engine, is_late=self._is_late),
             "fence_async_shared": lambda: None,
             "ask": self.ask,
             "warpgroup_mma": self.multiply,
@@ -402,17 +430,26 @@ class Machine:
             "e2m1_halves": e2m1_halves,
             "e2m1_pairs": e2m1_pairs,
             "e4m3_pairs": e4m3_pairs,
+            "swiglu_of": swiglu_of,
         }
 
     def function(self, kernel: JITFunction[Any]) -> FunctionType:
-        """A kernel's source over this machine; its parts are in its own module."""
-        names: dict[str, Any] = {}
-        for name, value in kernel.fn.__globals__.items():
-            if isinstance(value, JITFunction):
-                names[name] = FunctionType(value.fn.__code__, names)
-            else:
-                names[name] = value.value if isinstance(value, gl.constexpr) else value
-        names.update(self.names())
+        """A kernel's source over this machine, and that of its parts, each over what its own module names."""
+        return self._over(kernel, self.names(), {})
+
+    def _over(self, kernel: JITFunction[Any], own: dict[str, Any], modules: dict[int, dict[str, Any]]) -> FunctionType:
+        """own: what this machine names.  modules: those that were met."""
+        named = kernel.fn.__globals__
+        if (names := modules.get(id(named))) is None:
+            names = modules[id(named)] = {}
+            for name, value in named.items():
+                if name in own:
+                    names[name] = own[name]
+                elif isinstance(value, JITFunction):
+                    names[name] = self._over(value, own, modules)
+                else:
+                    names[name] = value.value if isinstance(value, gl.constexpr) else value
+            names |= own
         return FunctionType(kernel.fn.__code__, names)
 
     def run(

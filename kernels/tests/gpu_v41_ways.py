@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.ops import gpu_hyper_rows
+from kernels.ops import gpu_hyper_rows, gpu_sparse
 from kernels.ops.gpu_bring import bring
 from kernels.ops.gpu_choice import select_by_words
 from kernels.ops.gpu_fp8 import SpanRows, as_rows, empty_rows
@@ -35,7 +35,9 @@ def launched() -> None:
     for chosen in (Chosen(_of(I32, TOKENS, 512), _of(I32, TOKENS), main, 64), None):
         given = _of(BF16, TOKENS, HEADS, HEAD), *turn, _of(U8, TOKENS, 528), ring, windows, chosen, _of(FP32, HEADS)
         for brings in (None, _of(U8, 8 * 1024 * 4096)):
-            attend_groups(*given, interleaved(TOKENS, 8, META), scale=HEAD**-0.5, span=256, brings=brings)
+            for gpu_sparse.SUMS_ASK in (False, True):
+                attend_groups(*given, interleaved(TOKENS, 8, META), scale=HEAD**-0.5, span=256, brings=brings)
+    gpu_sparse.SUMS_ASK = False
     bring(_of(U8, 5120 * 8192))
 
 

@@ -28,10 +28,18 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("window", "has_entries", "is_late"), [(128, True, False), (128, True, True), (131, False, True)]
+    ("window", "has_entries", "is_late", "sums_ask"),
+    [
+        (128, True, False, False),
+        (128, True, True, False),
+        (131, False, True, True),
+        (128, True, False, True),
+        (128, True, True, True),
+        (131, True, True, True),
+    ],
 )
 def test_a_token_attends_as_by_the_twin(
-    window: int, has_entries: bool, is_late: bool, monkeypatch: pytest.MonkeyPatch
+    window: int, has_entries: bool, is_late: bool, sums_ask: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A ring that wraps, a window that is not of whole turns, tokens of the same step, bounded replay, few and many entries, and an inert padding row."""
     positions = torch.tensor([300, 301, 5, 60, 0])
@@ -54,6 +62,7 @@ def test_a_token_attends_as_by_the_twin(
         Windows(positions, lowest, begins, starts, slots, window, RING),
         Chosen(where, num.int(), main, PER_BLOCK) if has_entries else None, draw(HEADS, seed=5),
     )  # fmt: skip
+    monkeypatch.setattr(gpu_sparse, "SUMS_ASK", sums_ask)
     brought = torch.zeros(7000, dtype=torch.uint8)
     expected = attend(*arguments, scale=HEAD**-0.5).float()
     launcher = Launcher(gpu_sparse_hopper.attend_kernel, is_late=is_late)
