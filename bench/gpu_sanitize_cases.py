@@ -25,7 +25,10 @@ from kernels.models.weights import open_weights
 from kernels.ops import gpu_dense_fp8
 from kernels.ops.gpu_attention import CHUNK, LONG_PART_TOKENS, SINGLE, attend, tokens_per_tile
 from kernels.ops.gpu_bring import bring
-from kernels.ops.gpu_fp8 import span_rows
+from kernels.ops.gpu_fp8 import gathered, span_rows
+from kernels.ops.gpu_grouped import fp4_weights
+from kernels.ops.gpu_grouped_packed import CUT, MANY, multiply_gated
+from kernels.ops.gpu_grouped_unpack import Packed, powers_of
 from kernels.ops.gpu_index import score, score_candidates, select
 from kernels.ops.gpu_linear import linear, linear_parts, linear_swiglu
 from kernels.ops.gpu_placed_rows import place_rows
@@ -33,7 +36,7 @@ from kernels.ops.gpu_rope_cache import Heads, Paging
 from kernels.ops.gpu_router import Placed, route_rows
 from kernels.ops.gpu_sparse import attend as attend_v41
 from kernels.ops.gpu_step import move_back
-from kernels.ops.gpu_swiglu_rows import swiglu_rows
+from kernels.ops.gpu_swiglu_rows import swiglu_rows, weigh_rows
 from kernels.ops.gpu_told import Given, Numbers, tell_half, tell_step
 from kernels.ops.gpu_varlen import lay_out
 from kernels.ops.gpu_verify import Standing, accept
@@ -182,6 +185,7 @@ def v41_rows_at_once(device: str) -> None:
     place_rows(experts, span_rows(noise(tokens, 5120).bfloat16()), num_experts=7, turns=True)
     targets = torch.randperm(slots, generator=generator).int().to(device)
     swiglu_rows(noise(slots, 2 * width).bfloat16(), targets, noise(slots).abs(), limit=10.0, turns=True)
+    weigh_rows(noise(slots, width).bfloat16(), targets, noise(slots).abs(), turns=True)
     for rows in (256, 200):
         x, matrix = (span_rows(noise(count, 1280).bfloat16()) for count in (rows, 384))
         gpu_dense_fp8.multiply(x.data, x.scale[0], matrix.data, matrix.scale[0])
@@ -206,6 +210,19 @@ def v41_told(device: str) -> None:
         tell_step(given, layout, numbers, every, every)
         tell_half(given, layout, numbers, every[:7], is_decoder=True)
         bring(torch.zeros(70_001, dtype=torch.uint8))
+
+
+def v41_gated(device: str) -> None:
+    """Experts whose product gates: none, one, a few and many rows, a last round shared, tiles of 288."""
+    generator = torch.Generator().manual_seed(1)
+    data = torch.randint(0, 256, (5, 256, 192), generator=generator, dtype=torch.uint8)
+    scale = torch.randint(117, 120, (5, 256, 12), generator=generator, dtype=torch.uint8)
+    weights = fp4_weights(data.view(torch.int8), scale.view(torch.float8_e8m0fnu))
+    up = moved(Packed(weights, powers_of(weights), None).interleaved(), device)
+    ends, positions = torch.tensor([0, 1, 38, 350, 611]).int().to(device), torch.arange(613).to(device)
+    x = gathered(span_rows(torch.randn(613, 384, generator=generator).to(device)), positions, turns=True)
+    for cut in (None, CUT, MANY):
+        multiply_gated(x, up, ends, limit=10.0, cut=cut)
 
 
 def one_kernel(device: str) -> None:
@@ -238,5 +255,6 @@ RUNS: dict[str, Callable[[str], None]] = {
     **{f"v41 {family}": partial(v41_family, family) for family in FAMILIES},
     "v41 few heads": v41_few_heads,
     "v41 rows at once": v41_rows_at_once,
+    "v41 gated": v41_gated,
     "drafts": drafts,
 }

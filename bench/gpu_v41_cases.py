@@ -26,7 +26,7 @@ from kernels.ops.gpu_grouped import (
     multiply,
     multiply_gated,
 )
-from kernels.ops.gpu_grouped_unpack import powers_of, unpack
+from kernels.ops.gpu_grouped_unpack import Packed, powers_of, unpack
 from kernels.ops.gpu_hyper import MixingWeights, enter, leave, split_weight
 from kernels.ops.gpu_index import Keys, locate, score, score_candidates, select
 from kernels.ops.gpu_matmul import Matrix, every_row, fp8_product, product
@@ -43,7 +43,7 @@ from kernels.ops.gpu_records import (
 )
 from kernels.ops.gpu_router import Placed, choose
 from kernels.ops.gpu_sparse import Chosen, Windows, attend
-from kernels.ops.gpu_swiglu_rows import swiglu_rows
+from kernels.ops.gpu_swiglu_rows import swiglu_rows, weigh_rows
 from kernels.ops.gpu_varlen import lay_out
 from kernels.ops.hyper import Coefficients
 from kernels.ops.quant import (
@@ -158,6 +158,9 @@ def row_cases(draw: Draw) -> Iterator[Case]:
     yield Case("swiglu_rows", swiglu_rows, placed, {"limit": LIMIT}, 1e-2)
     yield Case("swiglu_rows, turned", swiglu_rows, placed, {"limit": LIMIT, "turns": True}, 1e-2)
     yield Case("swiglu_rows, any length", gpu_fp8.swiglu_rows, placed, {"limit": LIMIT}, 1e-2)
+    weighed = (both[:, :WIDTH].contiguous(), *placed[1:])
+    for turns in (False, True):
+        yield Case("weigh_rows" + ", turned" * turns, weigh_rows, weighed, {"turns": turns}, 0.0)
 
 
 def record_cases(draw: Draw) -> Iterator[Case]:
@@ -280,12 +283,14 @@ def _unit_cases(
     yield Case("gathered, turned", gathered, (span_rows(x), groups.sources), {"turns": True}, 0.0)
     arguments = (turned, up, powers_of(up), groups.ends)
     yield Case("packed up", gpu_grouped_packed.multiply, arguments, {}, 4e-3, rows=torch.arange(end))
+    mixed, limit = Packed(up, powers_of(up), None).interleaved(), {"limit": LIMIT}
+    gated = (turned, mixed, groups.ends)
+    yield Case("packed up, gated", gpu_grouped_packed.multiply_gated, gated, limit, 8e-3, rows=torch.arange(end))
     turned = gathered(span_rows(hidden), groups.targets, turns=True)
     arguments = (turned, down, powers_of(down), groups.ends)
     yield Case("packed down", gpu_grouped_packed.multiply, arguments, {}, 4e-3, rows=torch.arange(end))
-    spans, cut = span_rows(x, groups.sources, span=256), {"limit": LIMIT}
-    gated = (spans, wide_up, groups, factors)
-    yield Case("multiply_gated units", gpu_grouped_fp8.multiply_gated, gated, cut, 1.2e-2, rows=torch.arange(end))
+    spans = span_rows(x, groups.sources, span=256), wide_up, groups, factors
+    yield Case("multiply_gated units", gpu_grouped_fp8.multiply_gated, spans, limit, 1.2e-2, rows=torch.arange(end))
     ours = (span_rows(hidden, groups.targets, span=256), wide_down, groups)
     named = {"num_out": len(hidden)}
     yield Case("multiply units", gpu_grouped_fp8.multiply, ours, named, 3e-3, rows=here)

@@ -40,12 +40,13 @@ from bench.gpu_v41_ways import (
 )
 from bench.gpu_v41_work import Shape, decode_shape, prefill_shape
 from kernels.ops import gpu_grouped, gpu_grouped_packed
-from kernels.ops.gpu_fp8 import RowScaled, gathered, grouped_product, span_rows, swiglu_rows
+from kernels.ops.gpu_fp8 import RowScaled, SpanRows, gathered, grouped_product, span_rows, swiglu_rows
 from kernels.ops.gpu_grouped import Groups, Weights, bf16_weights
 from kernels.ops.gpu_grouped_fp8 import CUT, Cut
-from kernels.ops.gpu_grouped_unpack import Powers, powers_of, unpack
+from kernels.ops.gpu_grouped_unpack import Packed, Powers, powers_of, unpack
 from kernels.ops.gpu_moe import group
 from kernels.ops.gpu_quant import round_fp8, swiglu_fp8, swiglu_twin
+from kernels.ops.gpu_swiglu_rows import gate_rows, weigh_rows
 from kernels.ops.quant import fp8_round_trip
 
 GATED_TOLERANCE = 1.2e-2
@@ -67,6 +68,11 @@ PACKED: dict[str, gpu_grouped_packed.Cut] = {
     "fp4 in registers, 192 to 240, shared": replace(_TO_240, sharing_rounds=4),
 }
 """How each cuts: the rows of its tiles, and whether a last round's are shared. All must give the first one's bits."""
+GATED: dict[str, gpu_grouped_packed.Cut | None] = {
+    "": None,
+    ", to 288, 4 stages": replace(gpu_grouped_packed.MANY, stages=4),
+}
+"""How a product that gates cuts: rooms of half the width leave room for a turn more."""
 FIRST_SIX = tuple(PACKED)[:6]
 """For a long run."""
 FEW = 48
@@ -198,6 +204,38 @@ def packed_calls(x: Tensor, own: Groups, packed: list[Weights]) -> dict[str, lis
     }
 
 
+def gated_in_product(what: str, x: Tensor, own: Groups, packed: list[Weights], exact: Tensor, flops: float) -> None:
+    """Gate and up as rows of the next product, gated after they are multiplied or by those who multiply them."""
+    rows, counted = gathered(span_rows(x), own.sources, turns=True), torch.arange(len(exact), device="cuda")
+    factors, ends, targets = torch.rand(len(own.targets), device="cuda"), own.ends, own.targets
+    plain = [Packed(each, powers_of(each), None) for each in packed]
+    mixed = [each.interleaved() for each in plain]
+    in_order = gated_of(exact, factors[targets[: len(exact)].long()])
+
+    def after(up: Packed) -> SpanRows:
+        both = gpu_grouped_packed.multiply(rows, up.weights, up.powers, ends)
+        return gate_rows(both, targets, factors, limit=LIMIT, turns=True, follows_product=True)
+
+    def within(up: Packed, cut: gpu_grouped_packed.Cut | None) -> SpanRows:
+        gated = gpu_grouped_packed.multiply_gated(rows, up, ends, limit=LIMIT, cut=cut)
+        return weigh_rows(gated, targets, factors, turns=True, follows_product=True)
+
+    ways: dict[str, list[Callable[[], SpanRows]]] = {"gated after it": [partial(after, each) for each in plain]}
+    ways |= {f"gated in it{of}": [partial(within, each, cut) for each in mixed] for of, cut in GATED.items()}
+    for name, calls in ways.items():
+        error = float((calls[0]().dense()[counted] - in_order).norm() / in_order.norm())
+        say("gated", what=what, way=name, error=error, passed=error < GATED_TOLERANCE)
+        measure(what, Way(f"fp4 in registers, {name}", [partial(_data, each) for each in calls], None), flops)
+    once, expected = partial(gpu_grouped_packed.multiply_gated, rows, ends=ends, limit=LIMIT), exact.bfloat16().float()
+    alone = [partial(once, each) for each in mixed]
+    gated = swiglu_twin(expected, None, limit=LIMIT)
+    measure(what, Way("fp4 in registers, gated, product alone", alone, gated, counted, 8e-3), flops)
+
+
+def _data(call: Callable[[], SpanRows]) -> Tensor:
+    return call().data
+
+
 def same_bits(what: str, x: Tensor, own: Groups, packed: list[Weights], names: tuple[str, ...]) -> None:
     """Of all rows, as the first way made them, in memory that was poisoned."""
     first, end, calls_by = None, int(own.ends[-1]), packed_calls(x, own, packed)
@@ -224,6 +262,8 @@ def packed_alone() -> None:
             exact = exact_products(x, matrices[0], own, range(min(shape.experts, 8)))
             in_registers(what, x, own, matrices, exact, 2.0 * shape.rows * out * size, names)
             same_bits(what, x, own, matrices[:1], names)
+            if half == "up":
+                gated_in_product(what, x, own, matrices, exact, 2.0 * shape.rows * out * size)
         torch.cuda.empty_cache()
 
 

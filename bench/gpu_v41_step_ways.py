@@ -19,6 +19,7 @@ import shlex
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,11 @@ from bench.gpu_v41_step import (
 )
 from bench.gpu_v41_work import decode_shape
 from kernels.batch import Batch
-from kernels.models.gpu.v41 import tokens
+from kernels.models.gpu.v41 import expert_weights, tokens
 from kernels.models.gpu.v41.model import GpuV41
+from kernels.models.gpu.v41.weights import GpuV41Weights, LayerWeights
 from kernels.ops import gpu_bring, gpu_dense_fp8, gpu_overlap, gpu_sparse
+from kernels.ops.gpu_grouped_unpack import Packed
 
 WAYS: dict[str, Way] = {
     "as it is": {},
@@ -50,12 +53,13 @@ WAYS: dict[str, Way] = {
     "all brought": {(gpu_bring, "PLACES"): gpu_bring.ALL},
     "those who sum ask": {(gpu_sparse, "SUMS_ASK"): True},
     "laid out by torch": {(tokens, "IS_TOLD_AT_ONCE"): False},
+    "gates in the product": {(expert_weights, "GATES_IN_PRODUCT"): True},
     "nothing early": {(gpu_overlap, "_has_dependent_launch"): lambda _: False},
     "wq_b by the library": {(gpu_dense_fp8, "is_worth"): lambda *_: False},
     "attention in Triton": {(gpu_sparse, "_fits_hopper"): lambda *_: False},
 }
 """What each sets, most worth first; a new one is one line."""
-ROUNDED_OTHERWISE = frozenset({"wq_b by the library", "attention in Triton"})
+ROUNDED_OTHERWISE = frozenset({"gates in the product", "wq_b by the library", "attention in Triton"})
 """Ways whose values may differ in a last bit. A step says little of them: one expert chosen otherwise changes it."""
 _PROFILED = 3
 _NAME = 96
@@ -131,6 +135,20 @@ def _kernels(launch: Callable[[], object]) -> list[dict[str, Any]]:
     ]
 
 
+def _as_loaded(weights: GpuV41Weights) -> GpuV41Weights:
+    """With experts as the way in force would load them: gate and up interleaved, in new memory, or as they lie."""
+    if not expert_weights.GATES_IN_PRODUCT:
+        return weights
+
+    def changed(layer: LayerWeights) -> LayerWeights:
+        up = layer.moe.up
+        if not isinstance(up, Packed) or up.room is not None or up.is_interleaved:
+            return layer
+        return replace(layer, moe=replace(layer.moe, up=up.interleaved()))
+
+    return replace(weights, layers=tuple(changed(layer) for layer in weights.layers))
+
+
 def decode(wanted: re.Pattern[str], *, is_invariant: bool, profiles: bool) -> list[dict[str, Any]]:
     """64 requests of four rows at 131,072 tokens."""
     config, shape = published_config(), decode_shape()
@@ -139,7 +157,7 @@ def decode(wanted: re.Pattern[str], *, is_invariant: bool, profiles: bool) -> li
     batch = drafts_step(config, requests=shape.requests, each=each, context=shape.context)
 
     def build() -> tuple[GpuV41, Batch]:
-        return decode_model(config, weights, is_invariant=is_invariant), batch
+        return decode_model(config, _as_loaded(weights), is_invariant=is_invariant), batch
 
     def before(model: GpuV41) -> Callable[[], None]:
         give_past(model)
@@ -154,7 +172,7 @@ def prefill(wanted: re.Pattern[str], layers: int, *, is_invariant: bool, profile
     weights = prefill_weights(config, is_invariant=is_invariant)
 
     def build() -> tuple[GpuV41, Batch]:
-        return prefill_model(config, weights, is_invariant=is_invariant), chunk(config)
+        return prefill_model(config, _as_loaded(weights), is_invariant=is_invariant), chunk(config)
 
     def before(model: GpuV41) -> Callable[[], None]:
         return lambda: model.reset_window(1)

@@ -7,6 +7,9 @@ four products once the order of a row's columns is turned, so rows of activation
 
 The units add a whole row of columns with about 14 bits: 2.3e-3 from exact sums of 5,120, where rounding to bf16 alone
 makes 1.7e-3, and to fp8 before it 2e-2. A row's sum does not depend on others, nor on how many rows its tile has.
+
+Of matrices whose rows of gate and of up alternate by eights, a lane's two sums are a gate and the up of its column, so
+that they are gated where they are, and half of them are written.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
@@ -30,9 +33,24 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.ops.gpu_fp8 import SpanRows, grouped_twin
 from kernels.ops.gpu_grouped import Weights
-from kernels.ops.gpu_grouped_unpack import Powers
+from kernels.ops.gpu_grouped_gate import gated
+from kernels.ops.gpu_grouped_tiles import (
+    PIECES,
+    box_of,
+    can_be_widths,
+    num_pieces,
+    num_widths,
+    rows_before,
+    rows_of,
+    rows_past,
+    tile_of,
+    width_at,
+    width_of,
+)
+from kernels.ops.gpu_grouped_unpack import Packed, Powers, apart
 from kernels.ops.gpu_launch import check, is_hopper, multiprocessors, power_of_two, runs_kernels
 from kernels.ops.gpu_overlap import early, overlaps
+from kernels.ops.gpu_quant import swiglu_twin
 from kernels.ops.gpu_words import e2m1_halves
 
 _DEPTH = 128
@@ -46,10 +64,8 @@ ONE_LOW, ONE_HIGH = gl.constexpr(0x08080800), gl.constexpr(0x08080808)
 """A power of two more, in each of their bytes."""
 _ROWS = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
 _WORDS = gl.constexpr(gl.NVMMASharedLayout(64, 32, 2))
-_MADE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+_MADE, _GATED = (gl.constexpr(gl.NVMMASharedLayout(size, 16, 2)) for size in (128, 64))
 _FLAGS = gl.constexpr(mbarrier.MBarrierLayout())
-_PIECES = (256, 128, 64, 32, 16)
-"""Rows of one product of the units."""
 WARPS = 4
 """Of each of the two groups that multiply."""
 
@@ -95,20 +111,58 @@ def multiply(
     cut: None is by the number of tiles.  follows_gate: x is what was launched last on this stream, and what that waits
     for began when ends were there: tiles are found, and their first turns read, while rows are gated.
     """
+    _check(x, weights, ends, cut)
+    if not runs_kernels(x.data):
+        return grouped_twin(x, weights.out, weights.dense, ends)
+    out = torch.empty(len(x), weights.out, dtype=torch.bfloat16, device=x.data.device)
+    _launch(x, weights, powers, ends, out, None, cut=cut, follows_gate=follows_gate)
+    return out
+
+
+def multiply_gated(x: SpanRows, up: Packed, ends: Tensor, *, limit: float, cut: Cut | None = None) -> Tensor:
+    """The same, and the clamped SwiGLU of what is made: [positions, in] -> [positions, out / 2] bf16.
+
+    up: gate and up, interleaved.  Values are rounded to bf16 before they are gated, as `multiply` leaves them, and once
+    more after: what `gpu_swiglu_rows.weigh_rows` then rounds to fp8 is half as long as what `gate_rows` reads, but that
+    one does not round in between, so that some values are neighbours of its own.
+    """
+    check(up.is_interleaved, "rows of gate and of up alternate")
+    weights = up.weights
+    _check(x, weights, ends, cut)
+    if not runs_kernels(x.data):
+        both = grouped_twin(x, weights.out, weights.dense, ends).float()
+        return swiglu_twin(apart(both), None, limit=limit).bfloat16()
+    out = torch.empty(len(x), weights.out // 2, dtype=torch.bfloat16, device=x.data.device)
+    _launch(x, weights, up.powers, ends, out, limit, cut=cut, follows_gate=False)
+    return out
+
+
+def _check(x: SpanRows, weights: Weights, ends: Tensor, cut: Cut | None) -> None:
     check(weights.format == "fp4" and len(x.scale) == 1 and x.is_turned, "matrices are fp4, rows turned, of one scale")
     check(
         x.data.shape[1] == weights.size and len(ends) == weights.experts, "rows are the matrix's, an expert has an end"
     )
     check(weights.out % OUTS.value == 0 and weights.size % _DEPTH == 0, f"a matrix is of {OUTS.value}s by {_DEPTH}s")
     check(
-        cut is None or _can_be(cut.widths), "widths are sums of powers of two from 16 to 256, ascending, the last one"
+        cut is None or can_be_widths(cut.widths),
+        "widths are sums of powers of two from 16 to 256, ascending, the last one",
     )
-    positions = len(x)
-    if not runs_kernels(x.data):
-        return grouped_twin(x, weights.out, weights.dense, ends)
-    out = torch.empty(positions, weights.out, dtype=torch.bfloat16, device=x.data.device)
-    if not positions:
-        return out
+
+
+def _launch(
+    x: SpanRows,
+    weights: Weights,
+    powers: Powers,
+    ends: Tensor,
+    out: Tensor,
+    limit: float | None,
+    *,
+    cut: Cut | None,
+    follows_gate: bool,
+) -> None:
+    """limit: of what is gated; None: nothing is."""
+    if not len(x):
+        return
     programs = multiprocessors(x.data.device)
     if cut is None:
         cut = CUT if _most_tiles(x, weights, CUT) <= _FEW_ROUNDS * programs else MANY
@@ -123,7 +177,8 @@ def multiply(
         powers.scale,
         ends,
         out,
-        positions,
+        len(x),
+        limit,
         SIZE=weights.size,
         WIDTH=weights.out,
         EXPERTS=weights.experts,
@@ -138,7 +193,6 @@ def multiply(
         num_warps=WARPS,
         **early(overlap),
     )
-    return out
 
 
 def _most_tiles(x: SpanRows, weights: Weights, cut: Cut) -> int:
@@ -153,20 +207,10 @@ def fits(device: torch.device, *shapes: tuple[int, int]) -> bool:
     return is_ours and all(out % OUTS.value == 0 and size % _DEPTH == 0 for out, size in shapes)
 
 
-def _can_be(widths: tuple[int, ...]) -> bool:
-    """Do layouts of products and boxes have them?"""
-    return bool(
-        widths
-        and list(widths) == sorted(set(widths))
-        and widths[-1] in (*_PIECES, *(256 + piece for piece in _PIECES[1:]))
-        and all(width > 0 and width % _PIECES[-1] == 0 for width in widths)
-    )
-
-
 def _row_boxes(rows: Tensor, widths: tuple[int, ...]) -> list[TensorDescriptor | None]:
     """Rows as the tensor engine copies them for the pieces of these widths: boxes of 256, 128, 64, 32 and 16."""
     return [
-        _boxes(rows, [size, _DEPTH], _ROWS.value) if any(width & size for width in widths) else None for size in _PIECES
+        _boxes(rows, [size, _DEPTH], _ROWS.value) if any(width & size for width in widths) else None for size in PIECES
     ]
 
 
@@ -176,111 +220,9 @@ def _boxes(matrix: Tensor, box: list[int], layout: gl.NVMMASharedLayout) -> Tens
 
 
 @gluon.constexpr_function
-def _num_pieces(rows: int) -> int:
-    """Powers of two whose sum it is."""
-    return rows.bit_count()
-
-
-@gluon.constexpr_function
-def _piece(rows: int, at: int) -> int:
-    """Rows of one of them, the largest first."""
-    return [1 << bit for bit in range(rows.bit_length() - 1, -1, -1) if rows >> bit & 1][at]
-
-
-@gluon.constexpr_function
-def _before(rows: int, at: int) -> int:
-    """Rows of those that are before it."""
-    size: int = _piece(rows, at)
-    return rows // (2 * size) * (2 * size)
-
-
-@gluon.constexpr_function
-def _rows_past(rows: int) -> int:
-    """How many are past the 256 of the largest piece."""
-    return max(rows - 256, 0)
-
-
-@gluon.constexpr_function
-def _box(rows: int) -> int:
-    """Which of the boxes has so many."""
-    return 9 - rows.bit_length()
-
-
-@gluon.constexpr_function
 def _sums(rows: int) -> gl.NVMMADistributedLayout:
     """How four warps hold the sums of so many rows."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, rows, 32])
-
-
-@gluon.constexpr_function
-def _count(widths: tuple[int, ...]) -> int:
-    return len(widths)
-
-
-@gluon.constexpr_function
-def _at(widths: tuple[int, ...], index: int) -> int:
-    return widths[index]
-
-
-@gluon.jit
-def _plus(a: gl.tensor, b: gl.tensor) -> gl.tensor:
-    return a + b
-
-
-@gluon.jit
-def _width(left: gl.tensor, WIDTHS: gl.constexpr) -> gl.tensor:
-    """Which is the least that so many rows need."""
-    which = left * 0
-    for at in gl.static_range(_count(WIDTHS) - 1):
-        which += (left > _at(WIDTHS, at)).to(gl.int32)
-    return which
-
-
-@gluon.jit
-def _tile(
-    ends: gl.tensor,
-    EXPERTS: gl.constexpr,
-    EXPERTS_BLOCK: gl.constexpr,
-    ROWS: gl.constexpr,
-    LEAST: gl.constexpr,
-    NUM_OUTS: gl.constexpr,
-    PROGRAMS: gl.constexpr,
-    SHARING_ROUNDS: gl.constexpr,
-) -> gl.tuple:
-    """A program's first row, how many (none: nothing to do), their expert, and its tile of the matrix.
-
-    Experts one after the other, and in each, tiles of rows next to each other for one tile of its matrix. Tiles of a
-    last round that is at most half or a quarter full are cut along their rows: no sum is, so that bits are the same.
-    Up to 32 experts, each warp finds it alone.
-    """
-    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    program = gl.program_id(0)
-    index = gl.arange(0, EXPERTS_BLOCK, layout=LINE)
-    known = index < EXPERTS
-    end = gl.load(ends + index, mask=known, other=0)
-    begin = gl.load(ends + index - 1, mask=known & (index > 0), other=0)
-    row_tiles = gl.where(known, (end - begin + ROWS - 1) // ROWS, 0)
-    number, part, halvings = program, program * 0, program * 0
-    if SHARING_ROUNDS:
-        num_tiles = gl.sum(row_tiles, axis=0) * NUM_OUTS
-        rest = gl.where(num_tiles <= SHARING_ROUNDS * PROGRAMS, num_tiles % PROGRAMS, PROGRAMS)
-        late = program - (num_tiles - rest)
-        if late >= 0:
-            halvings += (rest * 2 <= PROGRAMS).to(gl.int32) + (rest * 4 <= PROGRAMS).to(gl.int32)
-            number += (late >> halvings) - late
-            part += late - (late >> halvings << halvings)
-    inside = number - (gl.associative_scan(row_tiles, 0, _plus) - row_tiles) * NUM_OUTS
-    mine = (inside >= 0) & (inside < row_tiles * NUM_OUTS)
-    expert = gl.sum(gl.where(mine, index, 0), axis=0)
-    count = gl.sum(gl.where(mine, row_tiles, 0), axis=0)
-    local = gl.sum(gl.where(mine, inside, 0), axis=0)
-    first = gl.sum(gl.where(mine, begin, 0), axis=0)
-    stop = gl.sum(gl.where(mine, end, 0), axis=0)
-    safe = gl.maximum(count, 1)
-    first += local % safe * ROWS
-    left = gl.minimum(stop - first, ROWS)
-    rows = gl.maximum((left + (1 << halvings) - 1) >> halvings, LEAST)
-    return first + part * rows, gl.minimum(left - part * rows, rows), expert, local // safe
 
 
 @gluon.jit
@@ -314,9 +256,9 @@ def _operand(first: gl.tensor, last: gl.tensor, operand: gl.constexpr) -> gl.ten
 @gluon.jit
 def _room(rooms: gl.tuple, slot: gl.tensor, ROWS: gl.constexpr, piece: gl.constexpr) -> gl.tensor:
     """Where a piece of so many rows lies."""
-    BEFORE: gl.constexpr = _before(ROWS, piece)
+    BEFORE: gl.constexpr = rows_before(ROWS, piece)
     room = rooms[0] if BEFORE < 256 else rooms[1]
-    return room.index(slot).slice(BEFORE % 256, _piece(ROWS, piece), dim=0)
+    return room.index(slot).slice(BEFORE % 256, rows_of(ROWS, piece), dim=0)
 
 
 @gluon.jit
@@ -338,8 +280,8 @@ def _copy_rows(
 ) -> None:
     """A turn's part of the rows, on the matrix's flag."""
     slot = turn % STAGES
-    for piece in gl.static_range(_num_pieces(ROWS)):
-        box, corner = boxes[_box(_piece(ROWS, piece))], [spot[0] + _before(ROWS, piece), turn * DEPTH]
+    for piece in gl.static_range(num_pieces(ROWS)):
+        box, corner = boxes[box_of(rows_of(ROWS, piece))], [spot[0] + rows_before(ROWS, piece), turn * DEPTH]
         tma.async_copy_global_to_shared(box, corner, places[2].index(slot), _room(places[0], slot, ROWS, piece))
 
 
@@ -355,30 +297,30 @@ def _feed(
     OVERLAP: gl.constexpr,
 ) -> None:
     """Copy what each turn multiplies to where an earlier one is done with, by one warp: the matrix first, from afar."""
-    empty, which = places[3], _width(spot[1], WIDTHS)
+    empty, which = places[3], width_of(spot[1], WIDTHS)
     AHEAD: gl.constexpr = min(STAGES, SIZE // DEPTH) if OVERLAP else 0
     if OVERLAP:
-        for at in gl.static_range(_count(WIDTHS)):
+        for at in gl.static_range(num_widths(WIDTHS)):
             if which == at:
                 for turn in range(AHEAD):
-                    _copy_matrix(w_boxes, places, spot, turn, _at(WIDTHS, at), STAGES)
+                    _copy_matrix(w_boxes, places, spot, turn, width_at(WIDTHS, at), STAGES)
         gdc_wait()
     for turn in range(SIZE // DEPTH):
         if turn >= STAGES:
             mbarrier.wait(empty.index(turn % STAGES), (turn // STAGES - 1) & 1)
-        for at in gl.static_range(_count(WIDTHS)):
+        for at in gl.static_range(num_widths(WIDTHS)):
             if which == at:
                 if not OVERLAP or turn >= AHEAD:
-                    _copy_matrix(w_boxes, places, spot, turn, _at(WIDTHS, at), STAGES)
-                _copy_rows(boxes, places, spot, turn, _at(WIDTHS, at), STAGES)
+                    _copy_matrix(w_boxes, places, spot, turn, width_at(WIDTHS, at), STAGES)
+                _copy_rows(boxes, places, spot, turn, width_at(WIDTHS, at), STAGES)
 
 
 @gluon.jit
 def _zeros(HALF: gl.constexpr, ROWS: gl.constexpr) -> gl.tuple:
     """Sums of each piece's rows."""
     acc: gl.tuple = ()
-    for piece in gl.static_range(_num_pieces(ROWS)):
-        acc += (gl.zeros([HALF, _piece(ROWS, piece)], gl.float32, _sums(_piece(ROWS, piece))),)
+    for piece in gl.static_range(num_pieces(ROWS)):
+        acc += (gl.zeros([HALF, rows_of(ROWS, piece)], gl.float32, _sums(rows_of(ROWS, piece))),)
     return acc
 
 
@@ -388,8 +330,8 @@ def _products(
 ) -> gl.tuple:
     """One word of every lane times 32 columns of all pieces of rows."""
     made: gl.tuple = ()
-    for piece in gl.static_range(_num_pieces(ROWS)):
-        operand = _operand(words[0], words[1], gl.DotOperandLayout(0, _sums(_piece(ROWS, piece)), 4))
+    for piece in gl.static_range(num_pieces(ROWS)):
+        operand = _operand(words[0], words[1], gl.DotOperandLayout(0, _sums(rows_of(ROWS, piece)), 4))
         columns = _room(x_rooms, slot, ROWS, piece).slice(COLUMN, 32, dim=1).permute((1, 0))
         made += (warpgroup_mma(operand, columns, acc[piece], is_async=True),)
     return made
@@ -400,30 +342,55 @@ def _row_scales(x_scale: gl.tensor, first: gl.tensor, positions: gl.tensor, ROWS
     """Of each piece's rows, one or two a thread: asked for before the loop, they take next to no registers in it."""
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     made: gl.tuple = ()
-    for piece in gl.static_range(_num_pieces(ROWS)):
-        row = first + _before(ROWS, piece) + gl.arange(0, _piece(ROWS, piece), layout=LINE)
+    for piece in gl.static_range(num_pieces(ROWS)):
+        row = first + rows_before(ROWS, piece) + gl.arange(0, rows_of(ROWS, piece), layout=LINE)
         made += (gl.load(x_scale + gl.minimum(row, positions - 1)),)
     return made
 
 
 @gluon.jit
 def _scaled(acc: gl.tensor, out_scale: gl.tensor, row_scale: gl.tensor, ROWS: gl.constexpr) -> gl.tensor:
-    """Sums of a piece of the rows, as they are stored."""
+    """Sums of a piece of the rows, in fp32."""
     values = acc * gl.convert_layout(out_scale, gl.SliceLayout(1, _sums(ROWS)), assert_trivial=True)[:, None]
-    values *= gl.convert_layout(row_scale, gl.SliceLayout(0, _sums(ROWS)))[None, :]
-    return values.to(gl.bfloat16)
+    return values * gl.convert_layout(row_scale, gl.SliceLayout(0, _sums(ROWS)))[None, :]
 
 
 @gluon.jit
 def _store(
     place: gl.tensor, values: gl.tensor, left: gl.tensor, HALF: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr
 ) -> None:
-    """So many rows, of which some are the expert's, in 128 bytes each."""
-    STORED: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
+    """So many rows, of which some are the expert's, in 128 bytes each, or 64 of gated ones."""
+    STORED: gl.constexpr = gl.BlockedLayout([8, 1], [HALF // 8, 256 // HALF], [1, 4], [0, 1])
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, STORED))
     out = gl.arange(0, HALF, layout=gl.SliceLayout(1, STORED))
     # Rows past the expert's are another's, or none: multiplied, and not stored.
     gl.store(place + row[None, :] * WIDTH + out[:, None], values.load(STORED), mask=(row < left)[None, :])
+
+
+@gluon.jit
+def _finish(
+    acc: gl.tuple,
+    out_scale: gl.tensor,
+    row_scales: gl.tuple,
+    limit: gl.tensor | None,
+    place: gl.tensor,
+    left: gl.tensor,
+    out_rooms: gl.tuple,
+    PART: gl.constexpr,
+    WIDTH: gl.constexpr,
+    ROWS: gl.constexpr,
+) -> None:
+    """Sums of all pieces of the rows, scaled, gated where there is a limit, and stored by way of shared memory."""
+    NUM: gl.constexpr = num_pieces(ROWS)
+    for piece in gl.static_range(NUM):
+        values = _scaled(acc[piece], out_scale, row_scales[piece], rows_of(ROWS, piece))
+        made = values.to(gl.bfloat16) if limit is None else gated(values, limit)
+        _room(out_rooms, PART, ROWS, piece).permute((1, 0)).store(made)
+    MADE: gl.constexpr = OUTS // 2 if limit is None else OUTS // 4
+    for piece in gl.static_range(NUM):
+        BEFORE = rows_before(ROWS, piece)
+        values = _room(out_rooms, PART, ROWS, piece).permute((1, 0))
+        _store(place + BEFORE * WIDTH + PART * MADE, values, left - BEFORE, MADE, rows_of(ROWS, piece), WIDTH)
 
 
 @gluon.jit
@@ -439,11 +406,11 @@ def _multiply(
     OVERLAP: gl.constexpr,
     LETS_START: gl.constexpr,
 ) -> None:
-    """So many rows times half of a tile of their expert's matrix, by four warps."""
-    x_scale, scale, largest, powers, result, positions = given
+    """So many rows times half of a tile of their expert's matrix, by four warps.  WIDTH: of a row of the result."""
+    x_scale, scale, largest, powers, result, positions, limit = given
     first, left, w_first, column_first = spot
     x_rooms, w_smem, full, empty, out_rooms = places
-    NUM: gl.constexpr = _num_pieces(ROWS)
+    NUM: gl.constexpr = num_pieces(ROWS)
     HALF: gl.constexpr = OUTS // 2
     TURNS: gl.constexpr = SIZE // DEPTH
     # A lane has two rows of the matrix, eight apart, and of each 16 bytes a turn: a word for each product.
@@ -472,7 +439,7 @@ def _multiply(
     scale_place = out[:, None] * (SIZE // 32) + half[None, :]
     low_scale = gl.load(scale_at + scale_place)
     high_scale = gl.load(scale_at + 2 + scale_place)
-    out_scale = gl.load(powers + mine + gl.arange(0, HALF, layout=gl.SliceLayout(1, _sums(_piece(ROWS, 0)))))
+    out_scale = gl.load(powers + mine + gl.arange(0, HALF, layout=gl.SliceLayout(1, _sums(rows_of(ROWS, 0)))))
     if OVERLAP:
         gdc_wait()
     row_scales = _row_scales(x_scale, first, positions, ROWS)
@@ -499,14 +466,8 @@ def _multiply(
         mbarrier.arrive(empty.index(slot), count=1)
     if LETS_START:
         gdc_launch_dependents()
-    for piece in gl.static_range(NUM):
-        values = _scaled(acc[piece], out_scale, row_scales[piece], _piece(ROWS, piece))
-        _room(out_rooms, PART, ROWS, piece).permute((1, 0)).store(values)
-    place = result + first.to(gl.int64) * WIDTH + column_first + PART * HALF
-    for piece in gl.static_range(NUM):
-        BEFORE = _before(ROWS, piece)
-        values = _room(out_rooms, PART, ROWS, piece).permute((1, 0))
-        _store(place + BEFORE * WIDTH, values, left - BEFORE, HALF, _piece(ROWS, piece), WIDTH)
+    place = result + first.to(gl.int64) * WIDTH + column_first
+    _finish(acc, out_scale, row_scales, limit, place, left, out_rooms, PART, WIDTH, ROWS)
 
 
 @gluon.jit
@@ -523,21 +484,23 @@ def _part(
     LETS_START: gl.constexpr,
 ) -> None:
     """As many rows as there are, by the least width that has them."""
-    which = _width(spot[1], WIDTHS)
-    for at in gl.static_range(_count(WIDTHS)):
+    which = width_of(spot[1], WIDTHS)
+    for at in gl.static_range(num_widths(WIDTHS)):
         if which == at:
-            _multiply(given, places, spot, PART, SIZE, WIDTH, _at(WIDTHS, at), STAGES, OVERLAP, LETS_START)
+            _multiply(given, places, spot, PART, SIZE, WIDTH, width_at(WIDTHS, at), STAGES, OVERLAP, LETS_START)
 
 
 @gluon.jit
-def _rooms(ROWS: gl.constexpr, STAGES: gl.constexpr) -> gl.tuple:
+def _rooms(ROWS: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr) -> gl.tuple:
     """Where turns are copied to, and what says that each is there, or done with."""
-    PAST: gl.constexpr = _rows_past(ROWS)
+    PAST: gl.constexpr = rows_past(ROWS)
+    MADE: gl.constexpr = OUTS // 4 if GATED else OUTS // 2
+    LAYOUT: gl.constexpr = _GATED if GATED else _MADE
     x_rooms: gl.tuple = (gl.allocate_shared_memory(gl.float8e4nv, [STAGES, ROWS - PAST, DEPTH], _ROWS),)
-    out_rooms: gl.tuple = (gl.allocate_shared_memory(gl.bfloat16, [2, ROWS - PAST, OUTS // 2], _MADE),)
+    out_rooms: gl.tuple = (gl.allocate_shared_memory(gl.bfloat16, [2, ROWS - PAST, MADE], LAYOUT),)
     if PAST:
         x_rooms += (gl.allocate_shared_memory(gl.float8e4nv, [STAGES, PAST, DEPTH], _ROWS),)
-        out_rooms += (gl.allocate_shared_memory(gl.bfloat16, [2, PAST, OUTS // 2], _MADE),)
+        out_rooms += (gl.allocate_shared_memory(gl.bfloat16, [2, PAST, MADE], LAYOUT),)
     w_smem = gl.allocate_shared_memory(gl.int32, [2 * STAGES, OUTS // 2, WORDS_A_ROW], _WORDS)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], _FLAGS)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], _FLAGS)
@@ -564,6 +527,7 @@ def packed_kernel(
     ends: gl.tensor,
     result: gl.tensor,
     positions: gl.tensor,
+    limit: gl.tensor | None,
     SIZE: gl.constexpr,
     WIDTH: gl.constexpr,
     EXPERTS: gl.constexpr,
@@ -576,19 +540,21 @@ def packed_kernel(
     OVERLAP: gl.constexpr,
     LETS_START: gl.constexpr,
 ) -> None:
-    ROWS: gl.constexpr = _at(WIDTHS, _count(WIDTHS) - 1)
-    first, left, expert, tile = _tile(
-        ends, EXPERTS, EXPERTS_BLOCK, ROWS, _at(WIDTHS, 0), WIDTH // OUTS, PROGRAMS, SHARING_ROUNDS
+    ROWS: gl.constexpr = width_at(WIDTHS, num_widths(WIDTHS) - 1)
+    first, left, expert, tile = tile_of(
+        ends, EXPERTS, EXPERTS_BLOCK, ROWS, width_at(WIDTHS, 0), WIDTH // OUTS, PROGRAMS, SHARING_ROUNDS
     )
     if left > 0:
         boxes = (boxes_256, boxes_128, boxes_64, boxes_32, boxes_16)
-        given = (x_scale, scale, largest, powers, result, positions)
-        spot = (first, left, expert * WIDTH + tile * OUTS, tile * OUTS)
-        places = _rooms(ROWS, STAGES)
+        GATED: gl.constexpr = limit is not None
+        MADE: gl.constexpr = WIDTH // 2 if GATED else WIDTH
+        given = (x_scale, scale, largest, powers, result, positions, limit)
+        spot = (first, left, expert * WIDTH + tile * OUTS, tile * (OUTS // 2 if GATED else OUTS))
+        places = _rooms(ROWS, STAGES, GATED)
         gl.warp_specialize(
             [
-                (_part, (given, places, spot, 0, SIZE, WIDTH, WIDTHS, STAGES, OVERLAP, LETS_START)),
-                (_part, (given, places, spot, 1, SIZE, WIDTH, WIDTHS, STAGES, OVERLAP, LETS_START)),
+                (_part, (given, places, spot, 0, SIZE, MADE, WIDTHS, STAGES, OVERLAP, LETS_START)),
+                (_part, (given, places, spot, 1, SIZE, MADE, WIDTHS, STAGES, OVERLAP, LETS_START)),
                 (_feed, (boxes, w_boxes, places, spot, SIZE, WIDTHS, STAGES, OVERLAP)),
             ],
             [4, 1],

@@ -8,7 +8,7 @@ magnitudes of e2m1 under each power are two words of a table, from which one ins
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -30,6 +30,8 @@ _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 MOST_PACKED_ROWS = 64
 """Of an expert, up to which its fp4 bytes are multiplied as they are: 384 experts of 5,120 x 2,304 are unpacked in
 5.6 ms, and each row of all of them then takes 87 us less (by what was measured at 256)."""
+ALTERNATE = 8
+"""Rows of gate, and then of up: those of which a lane of the units' sums has a pair, that many apart."""
 _ROWS, _BYTES = 4, 512
 """Of a program of the unpacking kernel."""
 
@@ -56,6 +58,16 @@ class Powers:
     def is_near(self) -> bool:
         """Whether no value becomes a subnormal one, too."""
         return self.spread_binades <= NEAR_BINADES
+
+
+def alternating(rows: Tensor) -> Tensor:
+    """Gate on top of up, [experts, 2 * width, ...], seen as they alternate: [experts, width / 8, 2, 8, ...]."""
+    return rows.view(len(rows), 2, -1, ALTERNATE, *rows.shape[2:]).transpose(1, 2)
+
+
+def apart(columns: Tensor) -> Tensor:
+    """What such matrices make, gate and then up: [positions, 2 * width], new."""
+    return columns.view(len(columns), -1, 2, ALTERNATE).transpose(1, 2).flatten(1)
 
 
 def powers_of(weights: Weights) -> Powers:
@@ -103,6 +115,8 @@ class Packed:
     powers: Powers
     room: Tensor | None
     """[bytes] uint8; what it holds is good until the next are unpacked. None: in registers (`gpu_grouped_packed`)."""
+    is_interleaved: bool = False
+    """Whether eight rows of gate and the same eight of up alternate, for a product that gates. Else gate is on top."""
 
     @property
     def experts(self) -> int:
@@ -111,6 +125,16 @@ class Packed:
     def is_worth(self, positions: int) -> bool:
         """Whether the fp8 units pay for so many rows of all experts."""
         return self.room is None or positions > MOST_PACKED_ROWS * self.experts
+
+    def interleaved(self) -> Packed:
+        """Gate and up whose rows alternate, in new memory."""
+        check(not self.is_interleaved and self.room is None, "gate is on top of up, for products in registers")
+        data, scale, largest, own = (
+            alternating(each).flatten(1, 3)
+            for each in (self.weights.data, self.weights.scale, self.powers.largest, self.powers.scale)
+        )
+        weights = replace(self.weights, data=data, scale=scale)
+        return Packed(weights, replace(self.powers, largest=largest, scale=own), None, is_interleaved=True)
 
     def unpacked(self) -> RowScaled:
         """Written now, on the current stream, where there is room."""

@@ -3,7 +3,7 @@
 Over a row's own length, in turns of 256 columns: 2,304 is nine of them, where a block of a power of two, as
 `gpu_fp8.swiglu_rows` takes rows of any length, is 4,096, 44 % of it nothing. A row is asked for at once and stays in
 registers until its largest value is known. Turned columns are stored as the words they stay, not byte by byte. The same
-bits.
+bits. Rows that a product has gated, half as long, are weighed, rounded and restated in the same way.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator, assignment, var-annotated"
 
@@ -16,9 +16,10 @@ from torch import Tensor
 
 from kernels.ops import gpu_fp8
 from kernels.ops.gpu_formats import FP8_FLOOR, e4m3_bits, exponents, fp8_round_trip, power
-from kernels.ops.gpu_fp8 import SpanRows
+from kernels.ops.gpu_fp8 import SpanRows, gathered, restated_twin
 from kernels.ops.gpu_launch import check, runs_kernels
 from kernels.ops.gpu_overlap import early, let_next_start, overlaps, wait_alone
+from kernels.ops.quant import fp8_round_trip as fp8_round_trip_twin
 
 COLUMNS, WARPS = 256, 2
 """Of a turn, and of a program: a lane has four columns, which stay a word wherever they are turned to."""
@@ -62,27 +63,54 @@ def gate_rows(
 
     follows_product: rows are what was launched last on this stream, and began when targets and factors were there.
     """
-    positions, width = len(gate_up), gate_up.shape[1] // 2
-    check(takes(width), "rows are a few whole turns")
-    check(gate_up.dtype == torch.bfloat16 and gate_up.is_contiguous(), "rows are bf16, end to end")
     check((factors is None) == (targets is None), "factors have targets")
-    data = torch.empty(positions, width, dtype=torch.uint8, device=gate_up.device)
-    scale = torch.empty(1, positions, dtype=torch.float32, device=gate_up.device)
-    if positions:
+    given = None if factors is None or targets is None else (targets, factors)
+    return _launch(gate_up, gate_up.shape[1] // 2, given, limit, turns=turns, follows_product=follows_product)
+
+
+def weigh_rows(
+    gated: Tensor, targets: Tensor, factors: Tensor, *, turns: bool, follows_product: bool = False
+) -> SpanRows:
+    """Rows that are gated, [positions, width] bf16, times their factors, rounded to fp8 and restated.
+
+    As `gate_rows` leaves them, but of values that were rounded to bf16 before (`gpu_grouped_packed.multiply_gated`).
+    """
+    if not runs_kernels(gated):
+        rows = restated_twin(fp8_round_trip_twin(gated.float() * factors[targets.long()][:, None]))
+        return gathered(rows, torch.arange(len(rows), device=gated.device), turns=turns)
+    return _launch(gated, gated.shape[1], (targets, factors), None, turns=turns, follows_product=follows_product)
+
+
+def _launch(
+    rows: Tensor,
+    width: int,
+    given: tuple[Tensor, Tensor] | None,
+    limit: float | None,
+    *,
+    turns: bool,
+    follows_product: bool,
+) -> SpanRows:
+    """given: targets and factors.  limit: None where rows are gated."""
+    check(takes(width), "rows are a few whole turns")
+    check(rows.dtype == torch.bfloat16 and rows.is_contiguous(), "rows are bf16, end to end")
+    data = torch.empty(len(rows), width, dtype=torch.uint8, device=rows.device)
+    scale = torch.empty(1, len(rows), dtype=torch.float32, device=rows.device)
+    if len(rows):
         columns = min(width & -width, COLUMNS)
-        can_overlap = overlaps(gate_up)
+        can_overlap = overlaps(rows)
         overlap = follows_product and can_overlap
-        _gate_rows_kernel[(positions,)](
-            gate_up,
-            gate_up if targets is None else targets,
-            gate_up if factors is None else factors,
+        targets, factors = given or (rows, rows)
+        _gate_rows_kernel[(len(rows),)](
+            rows,
+            targets,
+            factors,
             data,
             scale,
             limit,
             SIZE=width,
             COLUMNS=columns,
             TURNS=width // columns,
-            WEIGHED=factors is not None,
+            WEIGHED=given is not None,
             TURNED=turns,
             OVERLAP=overlap,
             LETS_START=turns and can_overlap,
@@ -94,12 +122,12 @@ def gate_rows(
 
 @triton.jit
 def _gate_rows_kernel(
-    gate_up: tl.tensor,
+    rows: tl.tensor,
     targets: tl.tensor,
     factors: tl.tensor,
     data: tl.tensor,
     scale: tl.tensor,
-    limit: tl.tensor,
+    limit: tl.tensor | None,
     SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
     TURNS: tl.constexpr,
@@ -110,7 +138,7 @@ def _gate_rows_kernel(
 ) -> None:
     position = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
-    row = gate_up + position * 2 * SIZE
+    row = rows + position * SIZE * (1 if limit is None else 2)
     if OVERLAP and WEIGHED:
         factor = tl.load(factors + tl.load(targets + position))
     # The next kernel may count on all that came before the product, so it starts when that is complete.
@@ -119,14 +147,17 @@ def _gate_rows_kernel(
     gates, ups = (), ()
     for turn in tl.static_range(TURNS):
         gates = gates + (tl.load(row + turn * COLUMNS + column),)  # noqa: RUF005 - a tuple of Triton's
-        ups = ups + (tl.load(row + SIZE + turn * COLUMNS + column),)  # noqa: RUF005 - as above
+        if limit is not None:
+            ups = ups + (tl.load(row + SIZE + turn * COLUMNS + column),)  # noqa: RUF005 - as above
     if WEIGHED and not OVERLAP:
         factor = tl.load(factors + tl.load(targets + position))
     largest = tl.zeros((1, COLUMNS), tl.float32)
     made = ()
     for turn in tl.static_range(TURNS):
-        gate, up = tl.minimum(gates[turn].to(tl.float32), limit), ups[turn].to(tl.float32)
-        values = gate / (1.0 + tl.exp(-gate)) * tl.minimum(tl.maximum(up, -limit), limit)
+        values = gates[turn].to(tl.float32)
+        if limit is not None:
+            gate, up = tl.minimum(values, limit), ups[turn].to(tl.float32)
+            values = gate / (1.0 + tl.exp(-gate)) * tl.minimum(tl.maximum(up, -limit), limit)
         if WEIGHED:
             values *= factor
         values = fp8_round_trip(tl.reshape(values, (1, COLUMNS)), COLUMNS // 32)

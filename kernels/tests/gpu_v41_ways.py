@@ -9,11 +9,13 @@ from kernels.ops import gpu_hyper_rows, gpu_sparse
 from kernels.ops.gpu_bring import bring
 from kernels.ops.gpu_choice import select_by_words
 from kernels.ops.gpu_fp8 import SpanRows, as_rows, empty_rows
-from kernels.ops.gpu_grouped import interleaved
+from kernels.ops.gpu_grouped import Weights, interleaved
+from kernels.ops.gpu_grouped_packed import multiply_gated
+from kernels.ops.gpu_grouped_unpack import Packed, Powers
 from kernels.ops.gpu_placed_rows import place_rows
 from kernels.ops.gpu_records import Section
 from kernels.ops.gpu_sparse import Chosen, Windows, attend_groups
-from kernels.ops.gpu_swiglu_rows import gate_rows
+from kernels.ops.gpu_swiglu_rows import gate_rows, weigh_rows
 from kernels.ops.hyper import Coefficients
 
 META = torch.device("meta")
@@ -58,3 +60,9 @@ def at_once() -> None:
         place_rows(_of(I32, TOKENS, TOP_K), rows, num_experts=here, turns=here == 7)
     gate_rows(_of(BF16, slots, 2 * WIDTH), _of(I32, slots), _of(FP32, slots), limit=10.0, turns=True)
     gate_rows(_of(BF16, TOKENS, 2 * WIDTH), None, None, limit=10.0, turns=False)
+    weigh_rows(_of(BF16, slots, WIDTH), _of(I32, slots), _of(FP32, slots), turns=True)
+    gates, rows_scale = (7, 2 * WIDTH), _of(FP32, 1, slots)
+    both = Weights("fp4", _of(U8, *gates, HIDDEN // 2), _of(U8, *gates, HIDDEN // 32), HIDDEN)
+    mixed = Packed(both, Powers(_of(U8, *gates), _of(FP32, *gates), _of(I32, 64, 2), 2), None, is_interleaved=True)
+    turned = SpanRows(_of(torch.float8_e4m3fn, slots, HIDDEN), rows_scale, is_turned=True)
+    multiply_gated(turned, mixed, _of(I32, 7), limit=10.0)

@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed: kernels for GPUs are neither compiled nor interpreted")
 
-from kernels.ops import gpu_grouped_packed
+from kernels.ops import gpu_grouped_packed, gpu_grouped_tiles
 from kernels.ops.gpu_fp8 import SpanRows, turned_places
 from kernels.ops.gpu_grouped import Weights, fp4_weights
 from kernels.ops.gpu_grouped_packed import CUT, OUTS, Cut, multiply
@@ -35,7 +35,7 @@ def parts_of(ends: list[int], programs: int, num_outs: int, rounds: int) -> list
     most = (ends[-1] + min(len(ends), ends[-1]) * (_ROWS - 1)) // _ROWS * num_outs + 3 * programs // 4
     shared = {"PROGRAMS": programs, "SHARING_ROUNDS": rounds}
     told = [
-        machine.returned(gpu_grouped_packed._tile, (program,), (most,), (known,), named | shared)
+        machine.returned(gpu_grouped_tiles.tile_of, (program,), (most,), (known,), named | shared)
         for program in range(most)
     ]
     return [(int(first), int(left), int(expert), int(tile)) for first, left, expert, tile in told if left > 0]

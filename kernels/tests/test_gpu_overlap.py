@@ -153,6 +153,7 @@ _TELL = """
 import json, re
 import torch, triton
 from kernels.ops import gpu_dense_fp8, gpu_grouped_packed, gpu_overlap, gpu_swiglu_rows
+from kernels.ops.gpu_grouped_unpack import Packed
 from kernels.tests import gpu_compile_rig as rig
 triton.knobs.nvidia.dump_ptxas_log = True
 kind = torch.float8_e4m3fn
@@ -167,6 +168,17 @@ def gate(follows):
     given = rig.bf16(1536, 4608), rig.i32(1536), rig.fp32(1536)
     gpu_swiglu_rows.gate_rows(*given, limit=10.0, turns=True, follows_product=follows)
 
+def gated(follows):  # what it follows is not promised to it
+    weights = rig.Weights("fp4", rig.u8(7, 4608, 2560), rig.u8(7, 4608, 160), 5120)
+    powers = rig.Powers(rig.u8(7, 4608), rig.fp32(7, 4608), rig.i32(64, 2), spread_binades=2)
+    rows = rig.SpanRows(torch.empty(1536, 5120, dtype=kind), rig.fp32(1, 1536), is_turned=True)
+    both = Packed(weights, powers, None, is_interleaved=True)
+    gpu_grouped_packed.multiply_gated(rows, both, rig.i32(7), limit=10.0)
+
+def weigh(follows):
+    given = rig.bf16(1536, 2304), rig.i32(1536), rig.fp32(1536)
+    gpu_swiglu_rows.weigh_rows(*given, turns=True, follows_product=follows)
+
 def dense(follows):
     x, matrix = (torch.empty(rows, 1280, dtype=kind) for rows in (256, 32_768))
     gpu_dense_fp8.multiply(x, rig.fp32(256), matrix, rig.fp32(32_768), follows_rows=follows)
@@ -176,9 +188,9 @@ def norm(follows):
 
 can = gpu_overlap._has_dependent_launch
 for name, is_here, follows, cases in (
-    ("elsewhere", False, True, (down, gate, dense, norm)),
-    ("not promised", True, False, (down, gate, norm)),  # a dense product as elsewhere: it lets nobody start
-    ("promised", True, True, (down, gate, dense)),  # norms follow nobody
+    ("elsewhere", False, True, (down, gate, gated, weigh, dense, norm)),
+    ("not promised", True, False, (down, gate, gated, weigh, norm)),  # a dense product as elsewhere: it lets nobody start
+    ("promised", True, True, (down, gate, weigh, dense)),  # norms follow nobody
 ):
     gpu_overlap._has_dependent_launch = can if is_here else lambda _: False
     for case in cases:
@@ -211,14 +223,15 @@ def test_kernels_for_hopper_wait_where_they_are_to(tmp_path: Path) -> None:
     widths = len(gpu_grouped_packed.CUT.widths)
 
     assert counts == {
-        **dict.fromkeys([("elsewhere", case) for case in ("down", "gate", "dense", "norm")], (False, 0, 0)),
-        ("not promised", "down"): (False, 0, 2 * widths),
-        ("not promised", "gate"): (False, 0, 1),
+        **{("elsewhere", case): (False, 0, 0) for case in ("down", "gate", "gated", "weigh", "dense", "norm")},
+        **{("not promised", case): (False, 0, 2 * widths) for case in ("down", "gated")},
+        **{("not promised", case): (False, 0, 1) for case in ("gate", "weigh")},
         ("not promised", "norm"): (False, 0, 1),
         ("promised", "down"): (True, 2 * widths + 2, 2 * widths),
-        ("promised", "gate"): (True, 1, 1),
+        **{("promised", case): (True, 1, 1) for case in ("gate", "weigh")},
         ("promised", "dense"): (True, 3, 0),
     }
     assert all(in_order and not spilled for *_, in_order, spilled in told)
-    # Before it waits the gate reads a target and its factor.
-    assert [2] == [ahead for name, case, _, (*_, ahead), _, _ in told if (name, case) == ("promised", "gate")]
+    # Before they wait, those who weigh rows read a target and its factor.
+    gates = {("promised", "gate"), ("promised", "weigh")}
+    assert [2, 2] == [ahead for name, case, _, (*_, ahead), _, _ in told if (name, case) in gates]

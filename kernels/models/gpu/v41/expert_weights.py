@@ -17,16 +17,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.models.v41.config import V41Config
-from kernels.ops import gpu_grouped_packed
+from kernels.ops import gpu_grouped_packed, gpu_swiglu_rows
 from kernels.ops.gpu_fp8 import RowScaled
 from kernels.ops.gpu_grouped import DEPTH, Weights, bf16_weights, fp4_weights
-from kernels.ops.gpu_grouped_unpack import Packed, powers_of, unpack
+from kernels.ops.gpu_grouped_unpack import Packed, alternating, powers_of, unpack
 from kernels.ops.gpu_launch import check
 from kernels.ops.quant import GROUP
 
 ExpertFormat = Literal["fp4", "bf16", "fp8"]
 """bf16 holds their values as well as fp8, in twice the bytes: for comparisons."""
 Experts = Weights | RowScaled | Packed
+GATES_IN_PRODUCT = False
+"""Whether experts that become e4m3 in registers are gated where gate and up are multiplied: a rounding to bf16 more."""
 _AT_ONCE_BYTES = 64 << 20
 """Of fp4 experts that are brought into the kernel's order together: with what that takes, less than the index scores
 that a step keeps memory for, and nobody uses yet."""
@@ -55,15 +57,19 @@ class Placement:
     """For every expert its place in `here`, -1 for those elsewhere; None = all experts are here, in order."""
 
 
+def _width(config: V41Config) -> int:
+    """Of an expert, with the zeros behind it."""
+    return -(-config.moe.width // DEPTH) * DEPTH
+
+
 def room_bytes(config: V41Config, experts_here: int) -> int:
     """Of the memory in which a layer's fp4 experts become e4m3: first one matrix of each, then the other."""
-    width = -(-config.moe.width // DEPTH) * DEPTH
-    return experts_here * 2 * width * config.hidden_size
+    return experts_here * 2 * _width(config) * config.hidden_size
 
 
 def in_registers(config: V41Config, device: torch.device) -> bool:
     """Whether fp4 experts of this model become e4m3 in this GPU's registers."""
-    width = -(-config.moe.width // DEPTH) * DEPTH
+    width = _width(config)
     shapes = (2 * width, config.hidden_size), (config.hidden_size, width)
     return gpu_grouped_packed.fits(device, *shapes)
 
@@ -85,6 +91,7 @@ class ExpertLoader:
         self._config, self._tensors, self._device = config, tensors, device
         self._experts, self._placement = experts, placement
         self._in_registers = experts == "fp4" and in_registers(config, device)
+        self._interleaves = GATES_IN_PRODUCT and self._in_registers and gpu_swiglu_rows.takes(_width(config))
         self._room: Tensor | None = None
         if unpacks and experts == "fp4" and not self._in_registers:
             size = room_bytes(config, len(placement.here))
@@ -99,12 +106,17 @@ class ExpertLoader:
             if up is not None and down is not None:
                 return up, down
             self.packed.append(prefix)
-        packed_up, packed_down = self._all(prefix, is_up=True), self._all(prefix, is_up=False)
+        packed_up = self._all(prefix, is_up=True, interleaves=self._interleaves)
+        packed_down = self._all(prefix, is_up=False)
         if self._in_registers or self._room is not None:
             powers = powers_of(packed_up), powers_of(packed_down)
             if all(each.is_near if self._in_registers else each.is_exact for each in powers):
-                return Packed(packed_up, powers[0], self._room), Packed(packed_down, powers[1], self._room)
+                gate_up = Packed(packed_up, powers[0], self._room, is_interleaved=self._interleaves)
+                return gate_up, Packed(packed_down, powers[1], self._room)
             self.packed.append(prefix)
+            if self._interleaves:  # which such a layer's product does not know: read once more, in the same memory
+                del packed_up
+                packed_up = self._all(prefix, is_up=True)
         return packed_up, packed_down
 
     def _slices(self, prefix: str, *, is_up: bool) -> Iterator[tuple[slice, Weights]]:
@@ -113,7 +125,7 @@ class ExpertLoader:
         Zeros stand where the width is no multiple of the kernel's depth: columns of zeros meet rows of zeros.
         """
         own, hidden = self._config.moe.width, self._config.hidden_size
-        width = -(-own // DEPTH) * DEPTH
+        width = _width(self._config)
         parts, rows, size = (("w1", "w3"), width, hidden) if is_up else (("w2",), hidden, width)
         stored = (own, hidden) if is_up else (hidden, own)
         here, at_once = self._placement.here, max(2 * _AT_ONCE_BYTES // (len(parts) * rows * size), 1)
@@ -158,8 +170,8 @@ class ExpertLoader:
         data = torch.empty(experts, like.out, like.size, dtype=torch.float8_e4m3fn, device=self._device)
         return RowScaled(data, torch.empty(experts, like.out, device=self._device))
 
-    def _all(self, prefix: str, *, is_up: bool) -> Weights:
-        """One matrix of every expert here, end to end."""
+    def _all(self, prefix: str, *, is_up: bool, interleaves: bool = False) -> Weights:
+        """One matrix of every expert here, end to end; gate and up with their rows as they lie, or interleaved."""
         made: Weights | None = None
         for own, packed in self._slices(prefix, is_up=is_up):
             part = bf16_weights(packed) if self._experts == "bf16" else packed
@@ -168,8 +180,9 @@ class ExpertLoader:
                 data = part.data.new_empty(experts, *part.data.shape[1:])
                 scale = part.scale.new_empty(experts if len(part.scale) else 0, *part.scale.shape[1:])
                 made = Weights(part.format, data, scale, part.size)
-            made.data[own] = part.data
-            if len(part.scale):
-                made.scale[own] = part.scale
+            both = (made.data[own], part.data), (made.scale[own], part.scale)
+            for place, rows in both[: 1 + bool(len(part.scale))]:
+                seen = alternating(rows) if interleaves else rows
+                place.view(seen.shape).copy_(seen)
         assert made is not None, "a GPU has one expert at least"
         return made

@@ -37,7 +37,7 @@ from kernels.ops.gpu_quant import norm_fp8
 from kernels.ops.gpu_records import compress_entries, store_index, store_main, store_ring, window_records
 from kernels.ops.gpu_router import Placed, route_rows
 from kernels.ops.gpu_sparse import attend, attend_groups
-from kernels.ops.gpu_swiglu_rows import swiglu_rows
+from kernels.ops.gpu_swiglu_rows import swiglu_rows, weigh_rows
 from kernels.ops.hyper import STREAMS
 
 
@@ -256,9 +256,14 @@ def routed(
         assert not isinstance(down, Weights), "both matrices of an expert are kept alike"
         turns = _turns(up)
         x = gathered(entered.restated, groups.sources, turns=turns) if placed is None else placed
-        both = _on_units(x, up, groups.ends)
-        middle = swiglu_rows(both, groups.targets, factors, limit=limit, turns=turns, follows_product=turns)
+        if isinstance(up, Packed) and up.is_interleaved:
+            gated = gpu_grouped_packed.multiply_gated(x, up, groups.ends, limit=limit)
+            middle = weigh_rows(gated, groups.targets, factors, turns=turns, follows_product=turns)
+        else:
+            both = _on_units(x, up, groups.ends)
+            middle = swiglu_rows(both, groups.targets, factors, limit=limit, turns=turns, follows_product=turns)
         return _on_units(middle, down, groups.ends, follows_gate=turns), False
+    assert not isinstance(up, Packed) or not up.is_interleaved, "rows of gate and of up are for fp8 units"
     plain_up, plain_down = (each.weights if isinstance(each, Packed) else each for each in (up, down))
     assert isinstance(plain_up, Weights), "e4m3 experts are multiplied by fp8 units"
     assert isinstance(plain_down, Weights), "both matrices of an expert are kept alike"
