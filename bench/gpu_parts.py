@@ -58,6 +58,8 @@ PARTS: tuple[Part, ...] = (
     _sanitize("racecheck", "v41 experts", 300),
     _sanitize("memcheck", "v41 attention", 120),
     _sanitize("racecheck", "v41 attention", 200),
+    _sanitize("memcheck", "v41 gated", 60),
+    _sanitize("racecheck", "v41 gated", 150),
     _sanitize("memcheck", "v41 rows at once", 60),
     _sanitize("racecheck", "v41 rows at once", 90),
     _sanitize("racecheck", "v41 dense", 60),
