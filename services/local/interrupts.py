@@ -1,5 +1,7 @@
-"""How does `fathom up` hear that it is to end, and where does that reach it?"""
+"""How do `fathom up` and its supervisor hear signals, and where does that reach them?"""
 
+import os
+import select
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +26,25 @@ class StoppedByDown(Interrupted):
 
     def __init__(self) -> None:
         super().__init__("stopped by fathom down")
+
+
+class Bell:
+    """Rings whenever a signal comes that has a handler.
+
+    No Event: its lock may be held where a handler interrupts the main thread, by another handler say when two children
+    end at once, and whoever waits for that would wait for itself.
+    """
+
+    def __init__(self) -> None:
+        self._read, write = os.pipe()
+        for each in (self._read, write):
+            os.set_blocking(each, False)
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+
+    def wait(self, seconds: float) -> None:
+        """Return when it rings, or has since the last wait, or after this time."""
+        if select.select([self._read], [], [], seconds)[0]:
+            os.read(self._read, 4096)
 
 
 class Ears:

@@ -84,6 +84,6 @@ def test_another_process_leaves_what_was_claimed_until_its_owner_ends(few_ports:
         assert other.stdout is not None
         assert str(few_ports[0]) == other.stdout.readline().strip()
         assert few_ports[1:] == all_of_them()
-        other.communicate(timeout=10)
+        other.communicate(timeout=30)
     release()
     assert few_ports == all_of_them()

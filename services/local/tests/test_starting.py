@@ -137,7 +137,7 @@ def test_a_start_whose_folder_is_removed_says_so(tmp_path: Path) -> None:
         while "43%" not in starting.reason_to_wait(home) and time.monotonic() < give_up:
             time.sleep(0.05)
         shutil.rmtree(home.root)
-        _, said = begun.communicate(timeout=5)
+        _, said = begun.communicate(timeout=30)
     finally:
         begun.kill()
         begun.wait()

@@ -1,9 +1,12 @@
 """Is a crashed process started again, later each time, and stopped for good in the end?"""
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -107,25 +110,51 @@ Supervisor(Options(model=Path("/m")), home, lock, plans).run()
 """
 
 
+@contextlib.contextmanager
+def supervising(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], list[state.Identity]]]:
+    """A supervisor with two children; yields it, and all three."""
+    command = [sys.executable, "-P", "-c", SUPERVISOR, str(folder), str(free_port())]
+    supervisor = subprocess.Popen(command, env=PYTHON_VARIABLES, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        give_up = time.monotonic() + 30
+        while len(running := left_running(Home.of(folder))) < 3 and time.monotonic() < give_up:
+            time.sleep(0.05)
+        assert 3 == len(running)
+        yield supervisor, running
+    finally:
+        supervisor.kill()
+        supervisor.wait()
+
+
+@pytest.mark.slow
+def test_signals_that_come_at_once_do_not_hold_it_up(tmp_path: Path) -> None:
+    """Children that end together, say: it still restarts what ends, and ends when it is told."""
+    with supervising(tmp_path) as (supervisor, running):
+        ended = time.monotonic() + 3
+        while time.monotonic() < ended:
+            os.kill(supervisor.pid, signal.SIGCHLD)  # `send_signal` would take its time
+        running[-1].send(signal.SIGKILL)
+        give_up = time.monotonic() + 30
+        while [] == (again := [one for one in left_running(Home.of(tmp_path)) if one not in running]):
+            assert time.monotonic() < give_up, "it was not started again"
+            time.sleep(0.05)
+        supervisor.terminate()
+        said, _ = supervisor.communicate(timeout=30)
+
+    assert 0 == supervisor.returncode, said
+    assert [] == state.wait_ended([*running, *again], 0.0)
+
+
 @pytest.mark.parametrize("is_made_anew", [False, True])
 def test_a_suite_whose_folder_is_removed_ends(is_made_anew: bool, tmp_path: Path) -> None:
     """Nobody could find it any more. Within a second or two, all its processes; whatever stands there now is left."""
     home = Home.of(tmp_path)
-    command = [sys.executable, "-P", "-c", SUPERVISOR, str(tmp_path), str(free_port())]
-    supervisor = subprocess.Popen(command, env=PYTHON_VARIABLES, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    try:
-        give_up = time.monotonic() + 30
-        while len(running := left_running(home)) < 3 and time.monotonic() < give_up:
-            time.sleep(0.05)
-        assert 3 == len(running)
+    with supervising(tmp_path) as (supervisor, running):
         home.root.rename(tmp_path / "aside")
         if is_made_anew:
             home.prepare()
             home.lock_file.touch()
-        said, _ = supervisor.communicate(timeout=10)
-    finally:
-        supervisor.kill()
-        supervisor.wait()
+        said, _ = supervisor.communicate(timeout=30)
 
     assert b"is gone" in said
     assert [] == state.wait_ended(running, 0.0)

@@ -75,7 +75,7 @@ async def exchange(address: tuple[str, int], sent: bytes) -> tuple[str, str]:
     """Return head and body of the reply."""
     reader, writer = await asyncio.open_connection(*address)
     writer.write(sent)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         reply = await reader.read()
     writer.close()
     said, _, body = reply.decode().partition("\r\n\r\n")
