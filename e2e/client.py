@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-_TIMEOUT = httpx.Timeout(120.0, connect=5.0)
+_TIMEOUT = httpx.Timeout(120.0, connect=30.0)
 
 
 @dataclass(frozen=True, slots=True)

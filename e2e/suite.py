@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -30,7 +30,8 @@ from services.local.talk import Unanswered, one_token
 
 START_SECONDS = 240.0
 STOP_SECONDS = 90.0
-CALL_SECONDS = 5.0
+# Of a machine that others use: a process may be away for seconds, and what is asked of it is no measurement.
+CALL_SECONDS = 30.0
 # Enough for eight long prompts of the default model in fp32, small enough for two suites on a laptop.
 POOL_BYTES = str(512 << 20)
 
@@ -125,7 +126,7 @@ class Suite:
         done = await self.console("down", timeout=STOP_SECONDS)
         assert 0 == done.returncode, f"{done.stdout}\n{done.stderr}"
         if self._running is not None:
-            await asyncio.to_thread(self._running.wait, 10)
+            await asyncio.to_thread(self._running.wait, 30)
             self._running = None
 
     async def console(self, *words: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
@@ -140,6 +141,13 @@ class Suite:
             check=False,
             timeout=timeout,
         )
+
+    async def until_all_ready(self) -> subprocess.CompletedProcess[str]:
+        """Return what `fathom status` says once it finds all ready: of a process it waits a second for a word."""
+        give_up = time.monotonic() + 30
+        while (done := await self.console("status")).returncode:
+            assert time.monotonic() < give_up, done.stdout
+        return done
 
     def begin(self, *words: str, stdin: int | None, output: int, keep: tuple[int, ...] = ()) -> subprocess.Popen[bytes]:
         """Begin a `fathom` command and leave it running; the caller waits for it. stdin, output: descriptors."""
@@ -177,7 +185,7 @@ class Suite:
 
     async def pid(self, name: str) -> int:
         """Pid of a process; waits while it is being started again."""
-        return await wait_for(lambda: self._pid(name), 15, f"{name} to run")
+        return await wait_for(lambda: self._pid(name), 60, f"{name} to run")
 
     async def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
         """Signal a process of this suite, checked to be the one that was started; its restart is the supervisor's."""
@@ -197,6 +205,7 @@ class Suite:
 
         meanwhile: called once all have ended; the next ones open nothing before they have imported torch.
         """
+        await self.stores_settle()
         engines = [*self.names("prefill"), *self.names("decode")]
         ended = [self.state()[name].identity for name in engines]
         for name in engines:
@@ -208,6 +217,36 @@ class Suite:
             await wait_for(partial(self._successor, name, old), 60, f"{name} to be started again")
         await self.wait_ready(*engines)
         await self.wait_served()
+
+    async def stores_settle(self) -> None:
+        """Wait until no more blocks are stored: engines that end have five seconds for those, and a disk may take more."""
+        give_up, num_blocks, unchanged_since = time.monotonic() + 60, -1, 0.0
+        while num_blocks < 0 or time.monotonic() < unchanged_since + 2:
+            assert time.monotonic() < give_up, f"{num_blocks} blocks, and still more"
+            stats = await self.kvstore_stats()
+            if stats.num_blocks != num_blocks:
+                num_blocks, unchanged_since = stats.num_blocks, time.monotonic()
+            await asyncio.sleep(0.1)
+
+    def num_late(self) -> int:
+        """How often a store has not answered in its half a second: its blocks were computed, and are no hit."""
+        logs = [
+            self.log(name).read_text(errors="replace") for name in (*self.names("entrypoint"), *self.names("prefill"))
+        ]
+        return sum(log.count("entrypoint.lookup.failed") + log.count("kvstore.read.late") for log in logs)
+
+    async def from_stores(self, ask: Callable[[], Awaitable[T]], forget: Callable[[], Awaitable[object]]) -> T:
+        """Ask engines that know nothing; where a store was late, have them `forget` and ask again.
+
+        A machine that others use makes it so; a store that holds nothing is not late.
+        """
+        for _ in range(3):
+            num_late = self.num_late()
+            answer = await ask()
+            if num_late == self.num_late():
+                break
+            await forget()
+        return answer
 
     async def wait_served(self, seconds: float = 60.0) -> None:
         """Wait until a one-token request succeeds: balancers learn of a replica a moment after it is ready."""

@@ -93,7 +93,7 @@ async def test_an_image_is_part_of_the_prompt_and_of_what_is_cached(client):
 async def test_all_eight_services_had_their_part(suite, client):
     """The request's journey: every service logged nothing worse than information, and vision encoded."""
     await ask(client, image(200, 100), "What is this?")
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=30) as http:
         found = await http.get(suite.state()["vision-0"].health_url.replace("/healthz", "/metrics"))
     encoded = [line for line in found.text.splitlines() if line.startswith("fathom_vision_") and " 0.0" not in line]
 

@@ -23,8 +23,8 @@ from services.local import state
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.asyncio(loop_scope="session")]
 
 
-SOON_SECONDS = 6.0
-"""Two seconds are promised; the machine that runs the tests may be three times slower than a server."""
+SOON_SECONDS = 9.0
+"""Two seconds are promised, and others may use the machine that runs the tests; a silent peer is given up after ten."""
 
 
 @pytest.fixture
@@ -122,12 +122,12 @@ def records(suite: Suite) -> dict[bytes, tuple[Path, int]]:
 async def new_records(suite: Suite, known: Container[bytes], at_least: int) -> dict[bytes, tuple[Path, int]]:
     """Wait for the asynchronous write-back; return what lies on the disk beside the known blocks."""
     new: dict[bytes, tuple[Path, int]] = {}
-    for _ in range(100):
-        new = {key: place for key, place in records(suite).items() if key not in known}
-        if len(new) >= at_least:
-            return new
+    give_up = time.monotonic() + 30
+    while len(new) < at_least:
+        assert time.monotonic() < give_up, f"the disk has {len(new)} new blocks, expected {at_least}"
         await asyncio.sleep(0.1)
-    pytest.fail(f"the disk has {len(new)} new blocks, expected {at_least}")
+        new = {key: place for key, place in records(suite).items() if key not in known}
+    return new
 
 
 async def settled_records(suite: Suite) -> dict[bytes, tuple[Path, int]]:
@@ -168,10 +168,15 @@ async def stored(shared_suite, kept_ids, damaged_ids):
     return kept, damaged, places
 
 
-async def test_a_restarted_store_keeps_its_hits(client, stored, kept_ids):
+async def test_a_restarted_store_keeps_its_hits(suite, client, stored, kept_ids):
     """kvstore killed and started again: the second request is still served from it, with the same tokens."""
     cold, *_ = stored
-    warm = await complete(client, kept_ids, max_tokens=6)
+
+    async def forget() -> None:
+        await suite.restart("prefill-0")
+        await until_served(client)
+
+    warm = await suite.from_stores(lambda: complete(client, kept_ids, max_tokens=6), forget)
 
     assert (0, 256) == (cold.cached_tokens, warm.cached_tokens)
     assert cold.token_ids == warm.token_ids

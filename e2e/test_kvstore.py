@@ -103,7 +103,7 @@ async def loaded_tokens(suite: Suite) -> int:
 
 async def counted(suite: Suite, name: str, metric: str) -> int:
     url = suite.state()[name].health_url.replace("/healthz", "/metrics")
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=CALL_SECONDS) as http:
         lines = (await http.get(url)).text.splitlines()
     (value,) = (line.split(" ")[1] for line in lines if line.startswith(metric))
     return int(float(value))
@@ -154,20 +154,23 @@ async def test_a_conversation_hits_all_its_full_blocks_in_every_turn(suite):
     """
     async with httpx.AsyncClient(base_url=suite.base_url, timeout=120) as client:
         talk = Conversation(suite, client)
-        hits, held, wanted = [], [], []
+        hits, wanted, held = [], [], []
         for number in range(NUM_TURNS):
+            num_late = suite.num_late()
             expected, stored, answer = await talk.turn(TURN_TOKENS)
             hits.append(answer.cached_tokens)
-            held.append(stored)
             wanted.append(expected)
+            if num_late == suite.num_late():
+                held.append((expected, stored))
             await settled(suite, talk.num_blocks, everywhere=number >= LOSS_TURN)
             if number == RESTART_TURN:
                 await restart_fullest(suite, talk, answer)
             if number == LOSS_TURN:
                 await lose_fullest(suite, talk, answer)
 
-        assert wanted == held
         assert wanted == hits
+        assert [expected for expected, _ in held] == [stored for _, stored in held]
+        assert len(held) > NUM_TURNS // 2
         assert talk.num_blocks > 2 * GROUP_BLOCKS
 
 
@@ -242,7 +245,7 @@ async def lose_fullest(suite: Suite, talk: Conversation, answer: Answer) -> None
 
 async def answer_from_stores(suite: Suite, talk: Conversation, answer: Answer) -> None:
     """Ask a prefill replica that remembers nothing: it reads every full block, and with the right bytes says the same."""
-    stored, again = await talk.again()
+    stored, again = await suite.from_stores(talk.again, lambda: forget(suite))
     wanted = talk.num_prompt_blocks * BLOCK_TOKENS
     assert (wanted, wanted) == (await loaded_tokens(suite), again.cached_tokens)
     assert wanted <= stored

@@ -94,24 +94,28 @@ async def test_detach_keeps_no_pipe_of_its_caller_open(launched: Suite) -> None:
 async def test_the_launcher_s_own_request_says_so(launched: Suite) -> None:
     """Whoever looks at the traces did not ask it; its id says what did, in the terminal and on the page."""
 
-    async def newest() -> list[dict[str, Any]]:
-        listed: list[dict[str, Any]] = json.loads((await launched.console("trace", "--json")).stdout)
-        return listed
+    async def until_newest(*are_launcher_s: bool) -> None:
+        """Wait until these are the newest requests: the services send their spans when they get to it."""
+        give_up = time.monotonic() + 30
+        listed: list[dict[str, Any]] = []
+        while [*are_launcher_s] != [one["id"].startswith("ready-check-") for one in listed]:
+            assert time.monotonic() < give_up, listed
+            listed = json.loads((await launched.console("trace", "--json")).stdout)
 
-    assert ["ready-check"] == [one["id"].rpartition("-")[0] for one in await newest()]
-    async with httpx.AsyncClient(timeout=5) as client:
+    await until_newest(True)
+    async with httpx.AsyncClient(timeout=30) as client:
         page = (await client.get(launched.recorded().console_url)).text
     assert 1 == page.count(">ready-check-")
     await ask(launched)
-    assert [False, True] == [one["id"].startswith("ready-check-") for one in await newest()]
+    await until_newest(False, True)
 
 
 async def test_down_leaves_nothing_but_the_stored_kv(launched: Suite) -> None:
     """No process, no shared memory; after the next `up` a prompt seen before still hits."""
     cold = await ask(launched, LONG)
-    for _ in range(100):
-        if (await launched.kvstore_stats()).num_blocks:
-            break
+    give_up = time.monotonic() + 30
+    while not (await launched.kvstore_stats()).num_blocks:
+        assert time.monotonic() < give_up, "nothing was stored"
         await asyncio.sleep(0.1)
     running = launched.recorded().left_running()
     assert len(("supervisor", "nats", "console", *SERVICES)) == len(running)
@@ -130,9 +134,8 @@ async def test_down_leaves_nothing_but_the_stored_kv(launched: Suite) -> None:
 
 async def test_status_shows_every_process_ready(launched: Suite) -> None:
     """Exit status 0 means that all are ready; every process is named."""
-    done = await launched.console("status")
+    done = await launched.until_all_ready()
 
-    assert 0 == done.returncode, done.stdout
     for word in (*SERVICES, "nats", "prefill-0", "decode-0"):
         assert word in done.stdout
     last = done.stdout.splitlines()[-1]
@@ -167,7 +170,7 @@ async def test_a_second_suite_on_the_busy_port_is_refused(launched: Suite, tmp_p
 
     assert 1 == done.returncode
     assert f"port {launched.port} is in use" in done.stderr
-    assert 0 == (await launched.console("status")).returncode
+    await launched.until_all_ready()
 
 
 async def test_a_second_up_in_the_same_directory_is_refused(launched: Suite, small_model: Path) -> None:
@@ -234,8 +237,8 @@ async def test_a_start_whose_folder_is_removed_ends_at_once(tmp_path: Path, smal
     begun = time.monotonic()
     shutil.rmtree(suite.home.root, ignore_errors=True)  # a process may make a file while it goes through them
 
-    assert 1 == await asyncio.to_thread(up.wait, 30)
-    assert time.monotonic() - begun < 10  # a tenth of a second where nothing else runs
+    assert 1 == await asyncio.to_thread(up.wait, 60)
+    assert time.monotonic() - begun < 30  # a tenth of a second where nothing else runs; five minutes for a mere hang
     assert ".fathom was removed or moved away" in (tmp_path / "said.txt").read_text()
     assert [] == [identity for identity in running if identity.process() is not None]
 

@@ -204,7 +204,7 @@ async def test_a_client_that_goes_away_leaves_nothing(client, suite, stream, sec
     body = {
         "model": await model_name(client),
         "prompt": fresh_ids(700),
-        "max_tokens": 4000,  # not done in three seconds on any machine
+        "max_tokens": 7000,  # not done in half a minute on any machine
         "ignore_eos": True,
         "stream": stream,
     }
@@ -216,8 +216,9 @@ async def test_a_client_that_goes_away_leaves_nothing(client, suite, stream, sec
             else:
                 await client.post("/v1/completions", json=body)
 
-    # One chunk may be computing: the engine drops the request at the step's end. Two seconds, or six on a slow machine.
-    assert [] == await idle_within(suite, 6.0)
+    # One chunk may be computing: the engine drops the request at the step's end. Two seconds, where nobody else takes
+    # the machine away; a request that went on would take much longer than this.
+    assert [] == await idle_within(suite, 20.0)
 
 
 @pytest.mark.alone  # the tests around it are: between them nobody else begins

@@ -84,7 +84,9 @@ async def test_split_then_batched_then_warm_from_the_store(model_dir, fp32_promp
 
         await suite.restart_engines()  # empty pools: every hit now comes from the store
         wanted = [p for p in fp32_prompts if p in stored(fp32_prompts) or p.name in SHORT]
-        warm = await answers_of(suite, wanted, [SEEDED] * len(wanted), at_once=1)
+        warm = await suite.from_stores(
+            lambda: answers_of(suite, wanted, [SEEDED] * len(wanted), at_once=1), suite.restart_engines
+        )
         assert [fp32_expected["seeded"][p.name] for p in wanted] == [a.token_ids for a in warm]
         assert [whole_block_hit(len(p.token_ids)) for p in wanted] == [a.cached_tokens for a in warm]
 

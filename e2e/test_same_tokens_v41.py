@@ -89,7 +89,23 @@ def lose_window_states() -> None:
 
 async def check(suite, expected, wanted, samplings, hit, *, at_once):
     """Tokens are the yardstick's, and so many as `hit` says were found."""
-    found = await answers_of(suite, wanted, samplings, at_once=at_once)
+    check_answers(expected, wanted, samplings, hit, await answers_of(suite, wanted, samplings, at_once=at_once))
+
+
+async def check_anew(suite, expected, hit, meanwhile=lambda: None):
+    """As `check`, one after the other, of engines with empty pools. meanwhile: what is done while there are none."""
+
+    async def restart():
+        await suite.restart_engines(meanwhile)
+
+    wanted = found_by(hit)
+    samplings = [SEEDED] * len(wanted)
+    await restart()
+    found = await suite.from_stores(lambda: answers_of(suite, wanted, samplings, at_once=1), restart)
+    check_answers(expected, wanted, samplings, hit, found)
+
+
+def check_answers(expected, wanted, samplings, hit, found):
     assert of_each(expected, wanted, samplings) == {p.name: a.token_ids for p, a in zip(wanted, found, strict=True)}
     assert [hit(len(p.token_ids)) for p in wanted] == [a.cached_tokens for a in found]
 
@@ -122,13 +138,8 @@ async def test_split_batched_and_warm_with_and_without_windows(model_dir, expect
         await check(suite, expected, PROMPTS, warm, hit_with_state, at_once=8)
         assert reference == await greedy()
 
-        await suite.restart_engines()  # empty pools: blocks come from kvstore, windows from the host's memory
-        wanted = found_by(hit_with_state)
-        await check(suite, expected, wanted, [SEEDED] * len(wanted), hit_with_state, at_once=1)
-
-        await suite.restart_engines(lose_window_states)
-        wanted = found_by(hit_without_state)
-        await check(suite, expected, wanted, [SEEDED] * len(wanted), hit_without_state, at_once=1)
+        await check_anew(suite, expected, hit_with_state)  # blocks from kvstore, windows from the host's memory
+        await check_anew(suite, expected, hit_without_state, lose_window_states)
         assert reference == await greedy()
 
 

@@ -37,7 +37,7 @@ def free_port() -> int:
             return port
 
 
-async def until(condition: Callable[[], bool], timeout: float = 15.0) -> None:  # noqa: ASYNC109 - a plain wait
+async def until(condition: Callable[[], bool], timeout: float = 30.0) -> None:  # noqa: ASYNC109 - a plain wait
     """Wait until `condition` holds, looking every 10 ms; raise AssertionError after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while not condition():
@@ -170,7 +170,7 @@ class OtlpReceiver:
     async def wait_for(
         self,
         predicate: Callable[[list["ReceivedSpan"]], bool],
-        timeout: float = 15.0,  # noqa: ASYNC109 - a plain wait
+        timeout: float = 30.0,  # noqa: ASYNC109 - a plain wait
     ) -> list["ReceivedSpan"]:
         """Wait until the arrived spans satisfy `predicate` and return them; raise AssertionError after `timeout` s."""
         deadline = time.monotonic() + timeout

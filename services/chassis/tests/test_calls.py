@@ -37,12 +37,12 @@ async def test_an_error_arrives_as_it_was_raised(store) -> None:
     servicer, stub = store
     servicer.errors = [PromptTooLong("9 tokens; at most 8", field="messages")]
     with pytest.raises(PromptTooLong, match="9 tokens; at most 8") as unary:
-        await stub.Lookup(LookupRequest(), timeout=5)
+        await stub.Lookup(LookupRequest(), timeout=30)
     assert "messages" == unary.value.field
 
     servicer.errors = [Overloaded("full", retry_after=2.5)]
     with pytest.raises(Overloaded, match="full") as streaming:
-        _ = [chunk async for chunk in stub.Read(ReadRequest(block_keys=[b"a"]), timeout=5)]
+        _ = [chunk async for chunk in stub.Read(ReadRequest(block_keys=[b"a"]), timeout=30)]
     assert 2.5 == streaming.value.retry_after
 
 
@@ -51,7 +51,7 @@ async def test_a_stranger_arrives_as_an_id_without_text(store) -> None:
     servicer, stub = store
     servicer.errors = [ValueError("the secret prompt")]
     with capture_logs() as logs, pytest.raises(InternalError) as caught:
-        await stub.Lookup(LookupRequest(), timeout=5)
+        await stub.Lookup(LookupRequest(), timeout=30)
 
     assert "secret" not in caught.value.message
     assert caught.value.error_id == logs[0]["error_id"]
@@ -76,10 +76,10 @@ async def test_a_deadline_reaches_the_server_and_ends_the_call(store) -> None:
     with pytest.raises(DeadlinePassed):
         await stub.Lookup(LookupRequest(), timeout=0.2)
 
-    assert 0.15 < asyncio.get_running_loop().time() - started < 3.0
+    assert 0.15 < asyncio.get_running_loop().time() - started < 20.0
     # gRPC rounds the deadline it sends up, by at most a hundredth here.
     assert 0 < servicer.seen_remaining <= 0.21
-    await asyncio.wait_for(servicer.cancelled.wait(), 10)
+    await asyncio.wait_for(servicer.cancelled.wait(), 30)
 
 
 async def test_cancelling_our_own_task_stays_a_cancellation(store) -> None:
@@ -88,31 +88,31 @@ async def test_cancelling_our_own_task_stays_a_cancellation(store) -> None:
     servicer.hold = asyncio.Event()
 
     async def ask() -> None:
-        await stub.Lookup(LookupRequest(), timeout=5)
+        await stub.Lookup(LookupRequest(), timeout=30)
 
     task = asyncio.create_task(ask())
     await testing.until(lambda: servicer.num_lookups == 1)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await asyncio.wait_for(servicer.cancelled.wait(), 10)
+    await asyncio.wait_for(servicer.cancelled.wait(), 30)
 
 
 async def test_only_idempotent_unary_calls_are_retried(store) -> None:
     """Lookup survives two failures and not three; GetStats' own error is no reason; Read never runs twice."""
     servicer, stub = store
     servicer.errors = [PeerLost("a"), NoReplica("b")]
-    assert 1 == (await stub.Lookup(LookupRequest(block_keys=[b"k"]), timeout=5)).num_blocks
+    assert 1 == (await stub.Lookup(LookupRequest(block_keys=[b"k"]), timeout=30)).num_blocks
     assert 3 == servicer.num_lookups
 
     servicer.errors = [PeerLost("a"), PeerLost("b"), PeerLost("c")]
     with pytest.raises(PeerLost, match="c"):
-        await stub.Lookup(LookupRequest(), timeout=5)
+        await stub.Lookup(LookupRequest(), timeout=30)
     assert 6 == servicer.num_lookups
 
     servicer.errors = [PeerLost("a")]
     with pytest.raises(PeerLost, match="a"):
-        _ = [chunk async for chunk in stub.Read(ReadRequest(block_keys=[b"a"]), timeout=5)]
+        _ = [chunk async for chunk in stub.Read(ReadRequest(block_keys=[b"a"]), timeout=30)]
 
 
 async def test_nobody_there_is_peer_lost_within_the_deadline() -> None:
@@ -126,16 +126,16 @@ async def test_messages_up_to_the_cap_pass_and_beyond_it_fail(store) -> None:
     """8 MiB less a little both ways; one more is a defect, not something to retry."""
     _, stub = store
     big = b"x" * (MAX_MESSAGE_BYTES - 1024)
-    chunks = [chunk async for chunk in stub.Read(ReadRequest(block_keys=[big]), timeout=10)]
+    chunks = [chunk async for chunk in stub.Read(ReadRequest(block_keys=[big]), timeout=30)]
     assert big == chunks[0].block_key
 
     with pytest.raises(InternalError):
-        await stub.Lookup(LookupRequest(block_keys=[b"x" * (MAX_MESSAGE_BYTES + 1)]), timeout=10)
+        await stub.Lookup(LookupRequest(block_keys=[b"x" * (MAX_MESSAGE_BYTES + 1)]), timeout=30)
 
 
 async def test_many_requests_one_reply(store) -> None:
     _, stub = store
-    assert 3 == (await stub.Write((BlockChunk() for _ in range(3)), timeout=5)).num_stored
+    assert 3 == (await stub.Write((BlockChunk() for _ in range(3)), timeout=30)).num_stored
 
 
 async def test_request_id_and_trace_context_travel_with_a_call(store) -> None:
@@ -145,7 +145,7 @@ async def test_request_id_and_trace_context_travel_with_a_call(store) -> None:
     async def ask() -> None:
         telemetry.bind_request("req-7")
         with telemetry.span("caller", traceparent=PARENT):
-            await stub.Lookup(LookupRequest(), timeout=5)
+            await stub.Lookup(LookupRequest(), timeout=30)
 
     await asyncio.create_task(ask())
 
@@ -162,7 +162,7 @@ async def test_health_tells_live_from_ready() -> None:
 
         async def check(name: str) -> int:
             stub: Any = HealthStub(channel)
-            return int((await stub.Check(HealthCheckRequest(service=name), timeout=2)).status)
+            return int((await stub.Check(HealthCheckRequest(service=name), timeout=30)).status)
 
         assert [1, 2, 2] == [await check(name) for name in ("live", "ready", "")]
         await server.set_health(is_ready=True)
@@ -180,12 +180,12 @@ async def test_a_method_not_added_yet_is_unavailable_and_later_served() -> None:
     async with open_channel(address) as channel:
         stub = KvstoreStub(channel)
         with pytest.raises(NoReplica, match="still starting"):
-            await stub.Lookup(LookupRequest(), timeout=2)
+            await stub.Lookup(LookupRequest(), timeout=30)
         server.complete()
         with pytest.raises(InternalError):
-            await stub.GetStats(GetStatsRequest(), timeout=2)
+            await stub.GetStats(GetStatsRequest(), timeout=30)
         EchoKvstore().add(server)
-        assert 0 == (await stub.Lookup(LookupRequest(), timeout=2)).num_blocks
+        assert 0 == (await stub.Lookup(LookupRequest(), timeout=30)).num_blocks
     await server.stop(0)
 
 
@@ -215,10 +215,10 @@ async def test_calls_are_counted_by_method_and_code() -> None:
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     async with open_channel(address) as channel:
-        await KvstoreStub(channel).Lookup(LookupRequest(), timeout=2)
+        await KvstoreStub(channel).Lookup(LookupRequest(), timeout=30)
         servicer.errors = [Overloaded("full")]
         with pytest.raises(Overloaded):
-            await KvstoreStub(channel).Lookup(LookupRequest(), timeout=2)
+            await KvstoreStub(channel).Lookup(LookupRequest(), timeout=30)
     await server.stop(0)
 
     for code in ("OK", "RESOURCE_EXHAUSTED"):

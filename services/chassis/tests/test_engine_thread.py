@@ -75,7 +75,7 @@ async def test_a_busy_engine_still_hears_jobs(thread):
     """Jobs run between two turns, however much work there is."""
     thread.drive(lambda: True)
 
-    assert 7 == await asyncio.wait_for(thread.call(lambda: 7), 5)
+    assert 7 == await asyncio.wait_for(thread.call(lambda: 7), 30)
     thread.drive(lambda: False)
 
 
@@ -95,7 +95,7 @@ async def test_results_reach_the_loop_in_order(thread):
     seen: asyncio.Queue[int] = asyncio.Queue()
     thread.post(lambda: [thread.tell(seen.put_nowait, n) for n in range(5)])
 
-    assert list(range(5)) == [await asyncio.wait_for(seen.get(), 5) for _ in range(5)]
+    assert list(range(5)) == [await asyncio.wait_for(seen.get(), 30) for _ in range(5)]
 
 
 async def test_a_failing_turn_ends_the_thread_and_says_so():
@@ -108,7 +108,7 @@ async def test_a_failing_turn_ends_the_thread_and_says_so():
 
     engine.drive(turn)
     with pytest.raises(RuntimeError, match="device lost"):
-        await asyncio.wait_for(engine.run(), 5)
+        await asyncio.wait_for(engine.run(), 30)
     with pytest.raises(InternalError):
-        await asyncio.wait_for(engine.call(lambda: None), 5)
+        await asyncio.wait_for(engine.call(lambda: None), 30)
     await engine.stop()

@@ -58,7 +58,7 @@ async def put(writer, *blocks):
 
 
 async def flushed(writer):
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(30):
         await writer.flush()
 
 

@@ -57,7 +57,7 @@ class LocalStore(threading.Thread):
             while True:
                 link, _ = self._socket.accept()
                 with link, suppress(OSError):
-                    link.settimeout(5)
+                    link.settimeout(30)
                     self._serve(link)
 
     def close(self):
@@ -123,7 +123,7 @@ async def read(memory):
     stores = Stores({"kvstore": memory.channel}, {"kvstore": LocalReads(memory.channel)})
     wanted = Wanted(KEYS, 0, FINGERPRINT, SIZE, request_id="mine")
     memory.reads.clear()
-    payloads = [bytes(payload) async for payload in read_blocks(stores, wanted, timeout_seconds=5)]
+    payloads = [bytes(payload) async for payload in read_blocks(stores, wanted, timeout_seconds=30)]
     return payloads, [key for asked in memory.reads for key in asked.block_keys]
 
 
@@ -173,11 +173,11 @@ async def test_any_doubt_ends_local_reading(memory, local, trouble):
             local.close()
     stores = Stores({"kvstore": memory.channel}, {"kvstore": LocalReads(memory.channel)})
     wanted = Wanted(KEYS, 0, FINGERPRINT, SIZE)
-    payloads = [bytes(payload) async for payload in read_blocks(stores, wanted, timeout_seconds=5)]
+    payloads = [bytes(payload) async for payload in read_blocks(stores, wanted, timeout_seconds=30)]
     assert (PAYLOADS, KEYS[first_bad:]) == (payloads, list(memory.reads[0].block_keys))
 
     asked = len(local.asked)
-    assert PAYLOADS == [bytes(payload) async for payload in read_blocks(stores, wanted, timeout_seconds=5)]
+    assert PAYLOADS == [bytes(payload) async for payload in read_blocks(stores, wanted, timeout_seconds=30)]
     assert asked == len(local.asked)
 
 
@@ -194,7 +194,7 @@ async def test_a_reading_that_is_given_up_leaves_no_descriptor(memory, local):
     before = num_descriptors()
     stores = Stores({"kvstore": memory.channel}, {"kvstore": LocalReads(memory.channel)})
     for _ in range(5):
-        blocks = read_blocks(stores, Wanted(KEYS, 0, FINGERPRINT, SIZE), timeout_seconds=5)
+        blocks = read_blocks(stores, Wanted(KEYS, 0, FINGERPRINT, SIZE), timeout_seconds=30)
         assert PAYLOADS[0] == await anext(blocks)
         await blocks.aclose()
 

@@ -41,11 +41,12 @@ async def member(url: str) -> AsyncIterator[tuple[Bus, Registry]]:
 
 
 async def test_a_replica_is_seen_changed_and_withdrawn_at_once(nats: NatsServer) -> None:
-    """Watchers, early or late, see the whole record; draining and leaving show in well under a second."""
+    """Watchers, early or late, see the whole record; draining and leaving show at once, and not when records expire."""
+    at_once = TTL_SECONDS - 0.5
     async with member(nats.url) as (_, ours), member(nats.url) as (_, theirs):
         table = theirs.watch("decode")
         ours.register(record(model=ModelCard(name="m", block_tokens=16), total_blocks=9, tiers=[1, 2]))
-        (seen,) = await table.wait_for(1, 5)
+        (seen,) = await table.wait_for(1, 30)
         assert ("decode-0", "b1", "127.0.0.1:1", 9, (1, 2)) == (
             seen.replica,
             seen.boot_id,
@@ -57,13 +58,13 @@ async def test_a_replica_is_seen_changed_and_withdrawn_at_once(nats: NatsServer)
         assert 16 == seen.model.block_tokens
 
         async with member(nats.url) as (_, late):
-            assert 1 == len(await late.watch("decode").wait_for(1, 5))
+            assert 1 == len(await late.watch("decode").wait_for(1, 30))
 
         ours.update(state=REPLICA_STATE_DRAINING)
-        await until(lambda: table.ready() == (), 1)
+        await until(lambda: table.ready() == (), at_once)
         assert REPLICA_STATE_DRAINING == table.snapshot()[0].state
         await ours.withdraw()
-        await until(lambda: table.snapshot() == (), 1)
+        await until(lambda: table.snapshot() == (), at_once)
 
 
 async def test_snapshots_are_sorted_and_a_new_boot_replaces_the_old(nats: NatsServer) -> None:
@@ -71,10 +72,10 @@ async def test_snapshots_are_sorted_and_a_new_boot_replaces_the_old(nats: NatsSe
         table = watcher.watch("decode")
         one.register(record("decode-1"))
         two.register(record("decode-0", "old"))
-        await table.wait_for(2, 5)
+        await table.wait_for(2, 30)
         async with member(nats.url) as (_, again):
             again.register(record("decode-0", "new"))
-            await until(lambda: "new" in {replica.boot_id for replica in table.snapshot()}, 2)
+            await until(lambda: "new" in {replica.boot_id for replica in table.snapshot()})
             assert [("decode-0", "new"), ("decode-1", "b1")] == [(r.replica, r.boot_id) for r in table.snapshot()]
 
 
@@ -83,7 +84,7 @@ async def test_load_reports_reach_the_table_of_their_boot_only(nats: NatsServer)
     async with member(nats.url) as (bus, ours), member(nats.url) as (_, theirs):
         table = theirs.watch("decode")
         ours.register(record())
-        await table.wait_for(1, 5)
+        await table.wait_for(1, 30)
         for free in (5, 4):
             await bus.publish_load(LoadReport(service="decode", replica="decode-0", boot_id="b1", free_blocks=free))
         await until(lambda: (load := table.load("decode-0")) is not None and load.free_blocks == 4)
@@ -110,7 +111,7 @@ async def test_a_nats_that_comes_late_is_found() -> None:
         registry.register(record())
         await asyncio.sleep(0.1)
         async with server:
-            await table.wait_for(1, 5)
+            await table.wait_for(1, 30)
 
 
 async def test_denied_publishes_are_counted() -> None:
@@ -181,10 +182,10 @@ async def test_a_replica_that_dies_silently_expires(nats: NatsServer) -> None:
         table = theirs.watch("decode")
         async with member(nats.url) as (_, ours):
             ours.register(record())
-            await table.wait_for(1, 5)
+            await table.wait_for(1, 30)
             for task in ours._tasks:
                 task.cancel()
-            await until(lambda: table.snapshot() == (), TTL_SECONDS + 3)
+            await until(lambda: table.snapshot() == (), TTL_SECONDS + 25)
             ours._record = None
         async with member(nats.url) as (_, late):
             with pytest.raises(NoReplica):
@@ -202,7 +203,7 @@ async def _killed_and_healed(*, keep_store: bool) -> None:
     async with NatsServer() as nats, member(nats.url) as (bus, ours), member(nats.url) as (_, theirs):
         table = theirs.watch("decode")
         ours.register(record())
-        await table.wait_for(1, 5)
+        await table.wait_for(1, 30)
         await nats.kill()
         await until(lambda: not bus.connected)
         await asyncio.sleep(TTL_SECONDS + 1)
@@ -214,10 +215,10 @@ async def _killed_and_healed(*, keep_store: bool) -> None:
             await asyncio.sleep(0.1)
         async with member(nats.url) as (_, new):
             new.register(record("decode-1"))
-            await table.wait_for(2, 10)
+            await table.wait_for(2, 30)
         await bus.publish_load(LoadReport(service="decode", replica="decode-0", boot_id="b1", free_blocks=3))
         await until(lambda: table.load("decode-0") is not None)
-        await until(lambda: len(table.snapshot()) == 1, 10)
+        await until(lambda: len(table.snapshot()) == 1)
 
 
 @pytest.mark.slow
@@ -225,10 +226,10 @@ async def test_a_bucket_deleted_under_a_running_nats_is_made_again(nats: NatsSer
     async with member(nats.url) as (bus, ours), member(nats.url) as (_, theirs):
         table = theirs.watch("decode")
         ours.register(record())
-        await table.wait_for(1, 5)
+        await table.wait_for(1, 30)
         assert bus._js is not None
         await bus._js.delete_key_value(names.REPLICA_BUCKET)
         async with member(nats.url) as (_, late):
-            await late.watch("decode").wait_for(1, 5)
+            await late.watch("decode").wait_for(1, 30)
         ours.update(total_blocks=77)
-        await until(lambda: any(r.total_blocks == 77 for r in table.snapshot()), 15)
+        await until(lambda: any(r.total_blocks == 77 for r in table.snapshot()))

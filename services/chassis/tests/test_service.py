@@ -36,7 +36,7 @@ async def get(address: str, path: str) -> tuple[int, str]:
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
-    head, _, body = (await asyncio.wait_for(reader.read(), 5)).decode().partition("\r\n\r\n")
+    head, _, body = (await asyncio.wait_for(reader.read(), 30)).decode().partition("\r\n\r\n")
     writer.close()
     return int(head.split()[1]), body
 
@@ -99,7 +99,7 @@ async def test_draining_finishes_calls_and_runs_the_hooks_in_order() -> None:
 
     async with running(settings(), build) as service:
         stub = KvstoreStub(service.channel(service.address))
-        call = asyncio.ensure_future(stub.Lookup(LookupRequest(block_keys=[b"k"]), timeout=5))
+        call = asyncio.ensure_future(stub.Lookup(LookupRequest(block_keys=[b"k"]), timeout=30))
         await until(lambda: servicer.num_lookups == 1)
         asyncio.get_running_loop().call_later(0.1, servicer.hold.set)
     assert 1 == (await call).num_blocks
@@ -115,7 +115,7 @@ async def test_a_background_task_that_fails_stops_the_service() -> None:
             raise ValueError("doomed")
 
         service.spawn(doomed(), "doomed")
-        await asyncio.wait_for(service.stopping.wait(), 10)
+        await asyncio.wait_for(service.stopping.wait(), 30)
         assert 1 == service.exit_code
 
 
@@ -158,7 +158,7 @@ async def test_an_advertised_replica_appears_when_ready_drains_and_leaves() -> N
             assert table.snapshot() == ()
 
         async with running(settings(nats_url=nats.url, advertise="10.0.0.7:5000"), build) as service:
-            (replica,) = await table.wait_for(1, 5)
+            (replica,) = await table.wait_for(1, 30)
             assert ("10.0.0.7:5000", service.boot_id, 5) == (replica.address, replica.boot_id, replica.total_blocks)
         assert [2] == states
         await until(lambda: table.snapshot() == ())

@@ -43,7 +43,7 @@ async def stream_to(address: str, **options: Any) -> AsyncIterator[Stream]:
 
 
 async def take(subscription: Any, count: int) -> list[int]:
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(30):
         return [(await anext(subscription)).token_ids[0] for _ in range(count)]
 
 
@@ -90,7 +90,7 @@ async def test_a_lost_peer_wakes_every_request_within_milliseconds() -> None:
         assert [5] == await take(waiting[0], 1)
         for subscription in waiting:
             with pytest.raises(PeerLost, match="decode-0"):
-                await asyncio.wait_for(anext(subscription), 10)
+                await asyncio.wait_for(anext(subscription), 30)
         assert (
             asyncio.get_running_loop().time() - started < 5.0
         )  # milliseconds, where nothing else runs; not the silence limit
@@ -122,18 +122,18 @@ async def test_silence_is_a_loss() -> None:
     ):
         subscription = await stream.open_request("a")
         with pytest.raises(PeerLost, match="silent"):
-            await asyncio.wait_for(anext(subscription), 10)
+            await asyncio.wait_for(anext(subscription), 30)
 
 
 async def test_heartbeats_keep_an_idle_stream_alive() -> None:
     """Nothing to say for longer than the silence limit is no loss, on either side."""
-    servicer = EchoDecode(heartbeat_seconds=0.05, silence_seconds=0.3)
+    servicer = EchoDecode(heartbeat_seconds=0.05, silence_seconds=1.5)
     async with (
         testing.serve(servicer.add) as address,
-        stream_to(address, heartbeat_seconds=0.05, silence_seconds=0.3) as stream,
+        stream_to(address, heartbeat_seconds=0.05, silence_seconds=1.5) as stream,
     ):
         subscription = await stream.open_request("a")
-        await asyncio.sleep(0.6)
+        await asyncio.sleep(2)
         await stream.send(submit("a", 4))
         assert [4] == await take(subscription, 1)
 
@@ -143,9 +143,9 @@ async def test_a_silent_client_is_noticed_by_the_server() -> None:
     servicer = EchoDecode(silence_seconds=0.2)
     async with testing.serve(servicer.add) as address, stream_to(address, heartbeat_seconds=60) as stream:
         subscription = await stream.open_request("a")
-        await asyncio.wait_for(servicer.ended.wait(), 10)
+        await asyncio.wait_for(servicer.ended.wait(), 30)
         with pytest.raises(PeerLost):
-            await asyncio.wait_for(anext(subscription), 10)
+            await asyncio.wait_for(anext(subscription), 30)
 
 
 async def test_a_client_that_leaves_ends_the_servers_stream() -> None:
@@ -154,7 +154,7 @@ async def test_a_client_that_leaves_ends_the_servers_stream() -> None:
         async with stream_to(address) as stream:
             await stream.open_request("a")
             await testing.until(lambda: servicer.num_streams == 1)
-        await asyncio.wait_for(servicer.ended.wait(), 10)
+        await asyncio.wait_for(servicer.ended.wait(), 30)
         assert servicer.sender is not None
         assert servicer.sender.closed.is_set()
 
@@ -169,7 +169,7 @@ async def test_a_gap_in_the_frame_numbers_is_a_loss() -> None:
         servicer.sender._sequence += 1
         await stream.send(submit("a", 1))
         with pytest.raises(PeerLost, match="frame 2 came instead of 1"):
-            await asyncio.wait_for(anext(subscription), 10)
+            await asyncio.wait_for(anext(subscription), 30)
 
 
 async def test_a_slow_reader_ends_its_own_request_and_no_other() -> None:
@@ -218,8 +218,8 @@ async def test_what_is_put_in_one_turn_leaves_in_one_frame() -> None:
     for name in ("a", "b", "c"):
         sender.put(TokenEvent(request_id=name))
 
-    frame = await asyncio.wait_for(first, 5)
-    beat = await asyncio.wait_for(anext(frames), 5)
+    frame = await asyncio.wait_for(first, 30)
+    beat = await asyncio.wait_for(anext(frames), 30)
 
     assert (["a", "b", "c"], 1) == ([event.request_id for event in frame.events], frame.sequence)
     assert ([], 2) == (list(beat.events), beat.sequence)

@@ -51,7 +51,7 @@ async def test_a_trace_runs_through_a_call(receiver: OtlpReceiver) -> None:
             **{names.GEN_AI_REQUEST_MODEL: "m", "gone": None},
         ):
             with telemetry.span("lookup", kind=telemetry.SpanKind.CLIENT):
-                await KvstoreStub(channel).Lookup(LookupRequest(), timeout=5)
+                await KvstoreStub(channel).Lookup(LookupRequest(), timeout=30)
             telemetry.record_span(
                 "chunk",
                 traceparent=telemetry.current_traceparent(),

@@ -4,7 +4,16 @@ from pathlib import Path
 
 import pytest
 
+from services.chassis import handoff_lane
+from services.decode import lanes
 from services.decode.tests.rig import decode_replica
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both sides wait longer for a connection than the half second after which blocks take the other way."""
+    for module in (lanes, handoff_lane):
+        monkeypatch.setattr(module, "CONNECT_SECONDS", 20.0)
 
 
 @pytest.fixture(scope="session")

@@ -65,7 +65,7 @@ async def test_an_abort_ends_the_hold(rig):
     """With the reason that was given."""
     wanted = request("aborted", 40)
     call, reply = await rig.hold(wanted)
-    await rig.stub.Abort(AbortRequest(ticket=reply.ticket, reason="changed its mind"), timeout=5)
+    await rig.stub.Abort(AbortRequest(ticket=reply.ticket, reason="changed its mind"), timeout=30)
 
     error = await outcome(call)
     assert isinstance(error, BlocksLost)

@@ -105,7 +105,7 @@ async def test_a_piece_with_a_wrong_checksum_ends_the_push(folder):
         call, reply = await rig.hold(wanted)
         piece = PushChunk(ticket=reply.ticket, data=b"x" * 10, crc32=1)
         with pytest.raises(BlocksLost, match="damaged"):
-            await rig.stub.Push(iter([piece]), timeout=5)
+            await rig.stub.Push(iter([piece]), timeout=30)
         await rig.idle()
         with pytest.raises(BlocksLost, match="damaged"):
             await call.read()
@@ -117,7 +117,7 @@ async def test_without_shared_memory_left_blocks_come_over_grpc(folder, tmp_path
         wanted = request("full", 40)
         reply = await rig.reserve(wanted)
         assert "" == reply.shm_path
-        await rig.stub.Abort(AbortRequest(ticket=reply.ticket), timeout=5)
+        await rig.stub.Abort(AbortRequest(ticket=reply.ticket), timeout=30)
         expected = rig.source.answer(wanted)
         assert expected == await rig.answer(wanted)
 
@@ -152,9 +152,9 @@ async def test_stale_and_foreign_tickets_are_refused(rig):
             await rig.push(reply, computed.blocks)
         with pytest.raises(BlocksLost):
             await rig.commit(wanted, reply, [1, 2, 3], computed.first_token_id)
-        await rig.stub.Abort(AbortRequest(ticket=reply.ticket), timeout=5)
+        await rig.stub.Abort(AbortRequest(ticket=reply.ticket), timeout=30)
     assert 1 == rig.replica.intake.num_open
-    await rig.stub.Abort(AbortRequest(ticket=true), timeout=5)
+    await rig.stub.Abort(AbortRequest(ticket=true), timeout=30)
 
 
 async def test_a_late_push_after_abort_is_harmless(rig):
@@ -163,7 +163,7 @@ async def test_a_late_push_after_abort_is_harmless(rig):
     computed = rig.source.prompt(wanted)
     reply = await rig.reserve(wanted)
     for _ in range(2):  # aborting twice is harmless
-        await rig.stub.Abort(AbortRequest(ticket=reply.ticket, reason="test"), timeout=5)
+        await rig.stub.Abort(AbortRequest(ticket=reply.ticket, reason="test"), timeout=30)
     await rig.idle()
 
     other = request("other", 300, max_tokens=20)
@@ -183,7 +183,7 @@ async def test_pieces_outside_the_reservation_are_refused(rig):
     reply.shm_path, reply.lane_port = "", 0
     with pytest.raises(InvalidRequest):
         await rig.push(reply, (*computed.blocks, computed.blocks[0]))
-    await rig.stub.Abort(AbortRequest(ticket=reply.ticket), timeout=5)
+    await rig.stub.Abort(AbortRequest(ticket=reply.ticket), timeout=30)
 
 
 @pytest.mark.parametrize(
@@ -216,10 +216,11 @@ async def test_blocks_of_another_prompt_are_never_used(rig):
 
 async def test_a_reservation_expires(folder, tmp_path):
     """A prefill replica that died frees its blocks here by itself, uncommitted or never submitted."""
-    async with decode_replica(folder, shm=tmp_path, reservation_seconds=1.0) as rig:
+    async with decode_replica(folder, shm=tmp_path, reservation_seconds=2.5) as rig:
         wanted = request("expires", 40)
+        began = time.time()
         reply = await rig.reserve(wanted)
-        assert abs(time.time() + 1.0 - reply.ticket.expires_unix_seconds) < 1.0
+        assert began + 2.5 <= reply.ticket.expires_unix_seconds <= time.time() + 2.5
         await rig.hand_over(request("unsubmitted", 40))
         assert 2 == rig.replica.intake.num_open
         await rig.idle()
@@ -230,15 +231,16 @@ async def test_a_reservation_expires(folder, tmp_path):
 
 async def test_without_room_a_reservation_waits_and_then_gives_up(folder):
     """It gets its blocks as soon as somebody ends; after the bound the answer is Overloaded."""
-    async with decode_replica(folder, num_blocks=9, wait_seconds=0.8) as rig:
+    async with decode_replica(folder, num_blocks=9, wait_seconds=0.3) as rig:
         first = await rig.reserve(request("first", 6 * BLOCK))
         with pytest.raises(Overloaded):
             await rig.reserve(request("second", 4 * BLOCK))
+        rig.replica.intake._wait_seconds = 20.0
         waiting = asyncio.create_task(rig.reserve(request("third", 4 * BLOCK)))
         await until(lambda: 1 == rig.replica.engine.load.queued_sequences)
-        await rig.stub.Abort(AbortRequest(ticket=first.ticket), timeout=5)
+        await rig.stub.Abort(AbortRequest(ticket=first.ticket), timeout=30)
         third = await waiting
-        await rig.stub.Abort(AbortRequest(ticket=third.ticket), timeout=5)
+        await rig.stub.Abort(AbortRequest(ticket=third.ticket), timeout=30)
         await rig.idle()
 
 
@@ -250,7 +252,7 @@ async def test_a_caller_that_stops_waiting_leaves_nothing(folder):
         await until(lambda: 1 == rig.replica.engine.load.queued_sequences)
         waiting.cancel()
         await until(lambda: 0 == rig.replica.engine.load.queued_sequences)
-        await rig.stub.Abort(AbortRequest(ticket=first.ticket), timeout=5)
+        await rig.stub.Abort(AbortRequest(ticket=first.ticket), timeout=30)
         await rig.idle()
 
 
@@ -263,7 +265,7 @@ async def test_a_write_that_fails_ends_the_room(rig):
         await thread.call(rooms.land, epoch, 0, [memoryview(b"short")])
     with pytest.raises(BlocksLost):
         await thread.call(rooms.take, epoch, keys_of(wanted))
-    await rig.stub.Abort(AbortRequest(ticket=reply.ticket), timeout=5)
+    await rig.stub.Abort(AbortRequest(ticket=reply.ticket), timeout=30)
 
 
 async def test_a_deadline_that_is_no_number_has_passed(rig):

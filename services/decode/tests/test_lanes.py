@@ -19,8 +19,8 @@ from services.decode import lanes as subject
 from services.decode.tests.lane_peer import open_lane, send
 from services.decode.tests.rig import collect, decode_replica, request, tokens_of, until
 
-SOON = 1.0
-"""Seconds: the promise."""
+SOON = 8.0
+"""Seconds. One is the promise, where nobody else uses the machine; nothing else that ends a handoff comes so early."""
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ async def test_a_ticket_that_is_stale_or_guessed_is_not_let_in(rig, change):
     lane = await open_lane(reply, shares_file=False)
     with pytest.raises(LaneUnavailableError):
         await open_lane(reply, shares_file=False)
-    await rig.stub.Abort(AbortRequest(ticket=reply.ticket), timeout=5)
+    await rig.stub.Abort(AbortRequest(ticket=reply.ticket), timeout=30)
     assert b"" == await asyncio.to_thread(lane.recv, 1)
     lane.close()
     with pytest.raises(LaneUnavailableError):
@@ -141,7 +141,7 @@ async def test_late_runs_reach_nothing(rig):
     expected = rig.source.answer(other)
     reply = await rig.reserve(wanted)
     landing = rig.replica.intake._handoffs[reply.ticket.epoch].landing
-    await rig.stub.Abort(AbortRequest(ticket=reply.ticket), timeout=5)
+    await rig.stub.Abort(AbortRequest(ticket=reply.ticket), timeout=30)
     await until(lambda: not used(rig))
     room = await rig.reserve(other)
     crcs = await rig.push(room, theirs.blocks)
@@ -201,7 +201,7 @@ async def test_a_lane_and_a_push_do_not_bring_the_same_blocks(rig):
     reply = await rig.reserve(wanted)
     lane = await open_lane(reply, shares_file=False)
     with pytest.raises(BlocksLost, match="a lane brings"):
-        await rig.stub.Push(rig._chunks(reply, computed.blocks, b""), timeout=5)
+        await rig.stub.Push(rig._chunks(reply, computed.blocks, b""), timeout=30)
     await asyncio.to_thread(send, lane, computed.blocks)
     events = await rig.submit(wanted)
     await rig.commit(wanted, reply, crcs, computed.first_token_id)
@@ -216,7 +216,7 @@ async def test_a_lane_and_a_push_do_not_bring_the_same_blocks(rig):
         await open_lane(reply, shares_file=False)
     go_on.set()
     await pushing
-    await rig.stub.Abort(AbortRequest(ticket=reply.ticket), timeout=5)
+    await rig.stub.Abort(AbortRequest(ticket=reply.ticket), timeout=30)
     with pytest.raises(BlocksLost, match="aborted"):
         await call.read()
     assert not handoff.is_pushed
@@ -262,7 +262,7 @@ async def test_who_says_nothing_is_hung_up_on(rig, monkeypatch):
     """A stranger on the port costs a moment, and neither a thread nor a reservation."""
     monkeypatch.setattr(subject, "CONNECT_SECONDS", 0.1)
     for said in (b"", b"GET / HTTP/1.1\r\n\r\n" + bytes(30)):
-        with socket.create_connection(("127.0.0.1", rig.replica.intake.lane_port), timeout=5) as stranger:
+        with socket.create_connection(("127.0.0.1", rig.replica.intake.lane_port), timeout=30) as stranger:
             stranger.sendall(said)
             began = time.monotonic()
             assert b"" == await asyncio.to_thread(_read, stranger)

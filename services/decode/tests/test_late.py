@@ -48,7 +48,7 @@ async def test_a_piece_that_comes_during_the_commit_ends_the_handoff(folder):
         pushing = asyncio.create_task(intake.push(pieces()))
         await begun.wait()
         held = threading.Event()
-        intake._thread.post(held.wait, 10)
+        intake._thread.post(held.wait, 40)
         commit = CommitRequest(
             ticket=reply.ticket,
             block_xxh3=[block_xxh3(b) for b in computed.blocks],
@@ -60,7 +60,7 @@ async def test_a_piece_that_comes_during_the_commit_ends_the_handoff(folder):
         go_on.set()
         try:
             with pytest.raises(BlocksLost):
-                await asyncio.wait_for(pushing, 9)
+                await asyncio.wait_for(pushing, 30)
         finally:
             held.set()
             await asyncio.gather(committing, return_exceptions=True)
@@ -77,11 +77,11 @@ async def test_a_second_push_on_a_ticket_is_refused_and_harms_nothing(folder):
         chunks = list(rig._chunks(reply, computed.blocks, b""))
         first, go_on = await rig.begin_push(reply, chunks[:2])
         with pytest.raises(BlocksLost, match="a push brings"):
-            await rig.stub.Push(iter(chunks), timeout=5)
+            await rig.stub.Push(iter(chunks), timeout=30)
         go_on.set()
         await first
         chunks[2].ticket.CopyFrom(reply.ticket)
-        await rig.stub.Push(iter(chunks[2:]), timeout=5)
+        await rig.stub.Push(iter(chunks[2:]), timeout=30)
         events = await rig.submit(wanted)
         await rig.commit(wanted, reply, [block_xxh3(b) for b in computed.blocks], computed.first_token_id)
         assert rig.source.answer(wanted)[1:] == tokens_of(await collect(events))
@@ -122,7 +122,7 @@ async def test_whole_pieces_that_nobody_waits_for_are_refused(folder, where):
         block = bytes(0 if "is_window" in where else rig.source.executor.layout.block_bytes)
         piece = PushChunk(ticket=reply.ticket, data=block, crc32=block_crc32(block), **where)
         with pytest.raises(InvalidRequest):
-            await rig.stub.Push(iter([piece]), timeout=5)
+            await rig.stub.Push(iter([piece]), timeout=30)
         await rig.idle()
 
 
@@ -136,7 +136,7 @@ async def test_an_engine_that_takes_nothing_is_not_waited_for_for_ever(folder, m
         for is_pushed in (True, False):
             reply = await rig.reserve(wanted)
             held = threading.Event()
-            rig.replica.intake._thread.post(held.wait, 10)
+            rig.replica.intake._thread.post(held.wait, 40)
             try:
                 with pytest.raises(BlocksLost, match="in time"):
                     if is_pushed:
@@ -158,7 +158,7 @@ async def test_a_push_that_has_brought_as_much_as_may_wait_goes_on_when_the_engi
         landing = rig.replica.intake._handoffs[reply.ticket.epoch].landing
         assert landing is not None
         held = threading.Event()
-        rig.replica.intake._thread.post(held.wait, 10)
+        rig.replica.intake._thread.post(held.wait, 40)
         pushing = asyncio.create_task(rig.push(reply, computed.blocks))
         await until(lambda: landing._has_room is not None)
         assert {0} == landing._begun

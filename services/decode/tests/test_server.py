@@ -29,7 +29,7 @@ async def test_the_service_starts_serves_and_stops(folder):
         assert service.is_ready
         shared = SHM_ROOT / f"fathom-{service.boot_id}"
         stub: Any = DecodeStub(service.channel(service.address))
-        load_now = await stub.GetLoad(GetDecodeLoadRequest(), timeout=5)
+        load_now = await stub.GetLoad(GetDecodeLoadRequest(), timeout=30)
         page = generate_latest(service.metrics).decode()
 
         assert shared.exists() == SHM_ROOT.exists()

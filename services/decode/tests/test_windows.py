@@ -67,15 +67,16 @@ async def test_another_layout_is_refused(rig):
 @SLOW
 async def test_a_window_is_waited_for_like_blocks(v41):
     """Tickets hold windows; the next one gets the first that is given back, or gives up."""
-    async with decode_replica(v41, wait_seconds=1.0) as rig:
+    async with decode_replica(v41, wait_seconds=0.3) as rig:
         held = [await rig.reserve(request(f"holder-{n}", 20)) for n in range(NUM_WINDOWS)]
         with pytest.raises(Overloaded):
             await rig.reserve(request("late", 20))
+        rig.replica.intake._wait_seconds = 20.0
         waiting = asyncio.create_task(rig.reserve(request("next", 20)))
         await asyncio.sleep(0.05)
-        await rig.stub.Abort(AbortRequest(ticket=held[0].ticket), timeout=5)
+        await rig.stub.Abort(AbortRequest(ticket=held[0].ticket), timeout=30)
         for reply in (await waiting, *held[1:]):
-            await rig.stub.Abort(AbortRequest(ticket=reply.ticket), timeout=5)
+            await rig.stub.Abort(AbortRequest(ticket=reply.ticket), timeout=30)
         await rig.idle()
 
 

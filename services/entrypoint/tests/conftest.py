@@ -1,11 +1,13 @@
-"""What do all tests of the conductor need? A store that may take its time."""
+"""What do all tests of the conductor need? Peers that may take their time."""
 
 import pytest
 
-from services.entrypoint import flow
+from services.entrypoint import bookings, flow, legs
 
 
 @pytest.fixture(autouse=True)
-def patient_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine a lookup may take longer than it is worth in service; tests say what it finds."""
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a lookup or a pick may take longer than it is worth in service; tests say what it gives."""
     monkeypatch.setattr(flow, "LOOKUP_SECONDS", 10.0)
+    monkeypatch.setattr(bookings, "PICK_SECONDS", 10.0)
+    monkeypatch.setattr(legs, "CONNECT_SECONDS", 10.0)

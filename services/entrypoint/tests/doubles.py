@@ -53,7 +53,7 @@ class Stops:
             await self._closed[phase].wait()
 
     async def reached(self, phase):
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(30):
             await self._reached[phase].wait()
 
 

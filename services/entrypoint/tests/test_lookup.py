@@ -131,10 +131,10 @@ async def test_a_slow_replica_costs_a_bounded_time():
     """Less than the whole lookup's time, and then nothing for a while."""
     async with Stores() as stores:
         stores.place()
-        stores.all["b"].delay = 5.0
+        stores.all["b"].delay = 30.0
         began = time.monotonic()
         await stores.look_up(seconds=1.0)
-        assert time.monotonic() - began < 4.0
+        assert time.monotonic() - began < 20
 
         hit = await stores.look_up()
         assert (0, 1) == (hit.num_failed, len(stores.all["b"].asked))
@@ -175,6 +175,6 @@ async def test_no_store_answers_and_nothing_breaks():
     began = time.monotonic()
     hit = await replicas.look_up(KEYS, ASK, seconds=0.5)
     assert 0 == hit.num_blocks
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15
     for one in channels:
         await one.close()

@@ -111,9 +111,9 @@ async def test_a_request_without_a_deadline_gets_one():
 
 async def test_only_servable_models_are_listed():
     async with World() as world:
-        listed = await world.stub.ListModels(ListModelsRequest(), timeout=10)
+        listed = await world.stub.ListModels(ListModelsRequest(), timeout=30)
         world.table_decode.replicas = []
-        nothing = await world.stub.ListModels(ListModelsRequest(), timeout=10)
+        nothing = await world.stub.ListModels(ListModelsRequest(), timeout=30)
         refused = await world.ask()
 
         assert (["tiny"], []) == ([card.name for card in listed.models], list(nothing.models))
@@ -130,7 +130,7 @@ async def test_draining_finishes_what_runs_and_ends_the_streams():
         late = await world.ask()
         world.stops.open("decode_2")
         await running.end()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await drained
 
         assert (4, NoReplica) == (len(running.tokens), type(late.error))

@@ -36,7 +36,7 @@ CLUSTER_KEY = bytes(range(32))
 PROMPT = list(range(1, 50))
 
 
-async def eventually(promise, seconds=10.0):
+async def eventually(promise, seconds=30.0):
     """Poll until `promise()` holds; fail after `seconds`."""
     deadline = time.monotonic() + seconds
     while not promise():
@@ -185,7 +185,7 @@ class World:
         return call
 
     async def settled(self):
-        """Wait until nothing is booked or running any more; fail after two seconds."""
+        """Wait until nothing is booked or running any more."""
         await eventually(lambda: not (self.prefill_lb.booked or self.decode_lb.booked or len(self.requests)))
 
     async def prefill_ended(self):
@@ -214,13 +214,13 @@ class Call:
         self.events = []
         self._subscription = subscription
 
-    async def next(self, seconds=15.0):
+    async def next(self, seconds=30.0):
         async with asyncio.timeout(seconds):
             event = await anext(self._subscription)
         self.events.append(event)
         return event
 
-    async def end(self, seconds=15.0):
+    async def end(self, seconds=30.0):
         """Collect events up to the last one and return it."""
         while not (await self.next(seconds)).finish_reason:
             pass

@@ -66,17 +66,17 @@ def chunks(number: int, num_bytes: int = 5000, **changes: Any) -> Iterator[Block
 
 
 async def write(stub: "KvstoreAsyncStub", *blocks: Iterator[BlockChunk]) -> tuple[int, int]:
-    reply = await stub.Write((chunk for one in blocks for chunk in one), timeout=10)
+    reply = await stub.Write((chunk for one in blocks for chunk in one), timeout=60)
     return reply.num_stored, reply.num_duplicate
 
 
 async def lookup(stub: "KvstoreAsyncStub", numbers: range, fingerprint: bytes = FINGERPRINT) -> int:
     request = LookupRequest(block_keys=[key(n) for n in numbers], fingerprint=fingerprint)
-    return (await stub.Lookup(request, timeout=5)).num_blocks
+    return (await stub.Lookup(request, timeout=30)).num_blocks
 
 
 async def read(
     stub: "KvstoreAsyncStub", numbers: range, fingerprint: bytes = FINGERPRINT, **more: Any
 ) -> list[BlockChunk]:
     request = ReadRequest(block_keys=[key(n) for n in numbers], fingerprint=fingerprint, **more)
-    return [chunk async for chunk in stub.Read(request, timeout=10)]
+    return [chunk async for chunk in stub.Read(request, timeout=30)]

@@ -21,7 +21,7 @@ async def copied_forward(store: Store, number: int) -> None:
     """A hit of a request whose class lives longer has a block written again."""
     before = store.counts.refreshed_blocks
     store.lookup(FINGERPRINT, [key(number)], retention=CHAT)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while store.counts.refreshed_blocks == before:  # noqa: ASYNC110 - as an operator would see it
             await asyncio.sleep(0.02)
 

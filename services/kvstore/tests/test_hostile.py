@@ -49,11 +49,11 @@ async def test_times_that_are_none_are_refused_by_name(tmp_path: Path, asked: fl
     what: dict[str, Any] = {"block_keys": [key(0)], "fingerprint": FINGERPRINT}
     async with kvstore(tmp_path) as stub:
         with pytest.raises(InvalidRequest, match="lease_seconds"):
-            await stub.Lookup(LookupRequest(request_id="r", lease_seconds=asked, **what), timeout=5)
+            await stub.Lookup(LookupRequest(request_id="r", lease_seconds=asked, **what), timeout=30)
         with pytest.raises(InvalidRequest, match="pending_seconds"):
-            await anext(aiter(stub.Read(ReadRequest(pending_seconds=asked, **what), timeout=5)))
+            await anext(aiter(stub.Read(ReadRequest(pending_seconds=asked, **what), timeout=30)))
         with pytest.raises(InvalidRequest, match="hold_seconds"):
-            await stub.Pin(PinRequest(session_id="s", hold_seconds=asked, **what), timeout=5)
+            await stub.Pin(PinRequest(session_id="s", hold_seconds=asked, **what), timeout=30)
 
 
 async def test_names_that_are_kept_are_short(tmp_path: Path) -> None:
@@ -63,11 +63,11 @@ async def test_names_that_are_kept_are_short(tmp_path: Path) -> None:
     async with kvstore(tmp_path) as stub:
         await write(stub, chunks(0))
         with pytest.raises(InvalidRequest, match="session_id"):
-            await stub.Pin(PinRequest(session_id=long, **asked), timeout=5)
+            await stub.Pin(PinRequest(session_id=long, **asked), timeout=30)
         with pytest.raises(InvalidRequest, match="tenant"):
-            await stub.Pin(PinRequest(session_id="s", tenant=long, **asked), timeout=5)
+            await stub.Pin(PinRequest(session_id="s", tenant=long, **asked), timeout=30)
         with pytest.raises(InvalidRequest, match="request_id"):
-            await stub.Lookup(LookupRequest(request_id=long, **asked), timeout=5)
+            await stub.Lookup(LookupRequest(request_id=long, **asked), timeout=30)
 
 
 def test_tiny_blocks_cost_what_they_hold() -> None:

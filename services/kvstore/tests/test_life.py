@@ -231,8 +231,8 @@ async def test_leased_segments_are_not_unlinked_and_leases_end_by_themselves(tmp
     store = await open_store(tmp_path, max_bytes=4 * MEBIBYTE, segment_bytes=128 << 10)
     await write_all(store, range(4), 30_000)
     keys = [key(n) for n in range(4)]
-    answer = await store.find(FINGERPRINT, keys, request_id="r1", lease_seconds=20)
-    assert (4, 20.0) == (answer.num_blocks, answer.lease_seconds)
+    answer = await store.find(FINGERPRINT, keys, request_id="r1", lease_seconds=30)
+    assert (4, 30.0) == (answer.num_blocks, answer.lease_seconds)
     await write_all(store, range(100, 250), 30_000)
     assert [payload(n, 30_000) for n in range(4)] == [
         bytes(one.payload) async for one in store.read(FINGERPRINT, keys, request_id="r1")
@@ -264,11 +264,13 @@ async def test_a_lease_that_ends_during_the_read_yields_right_bytes_or_a_miss(tm
 
 async def test_physical_bytes_stay_under_the_cap_in_a_soak(tmp_path: Path) -> None:
     """Every class, quotas, pins and expiry at once: what the file system gave never exceeds the cap."""
-    store = await soak(tmp_path, 3.0)
-    # Which other reasons come up in three seconds is a matter of the disk's speed.
+    for seconds in (3.0, 10.0, 30.0):  # which reasons come up in which time is a matter of the disk's speed
+        store = await soak(tmp_path / f"{seconds}", seconds)
+        await store.close()
+        assert 0 == store.counts.damaged_blocks
+        if store.counts.evictions["capacity"]:
+            break
     assert store.counts.evictions["capacity"] > 0
-    assert 0 == store.counts.damaged_blocks
-    await store.close()
 
 
 @pytest.mark.long

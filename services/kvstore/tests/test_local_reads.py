@@ -36,7 +36,7 @@ class Reader:
 
     def __init__(self, path: str) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.socket.settimeout(5)
+        self.socket.settimeout(30)
         self.socket.connect(path)
         self.boot_id = parse_hello(self.socket.recv(1000))
 
@@ -212,7 +212,7 @@ async def test_the_services_client_reads_by_descriptor(tmp_path: Path) -> None:
         async with open_channel(address, peer="kvstore") as channel:
             stores = Stores({"kvstore": channel}, {"kvstore": ClientReads(channel)})
             wanted = Wanted([key(n) for n in range(14)], 0, FINGERPRINT, 30_000)
-            got = [bytes(one) async for one in read_blocks(stores, wanted, timeout_seconds=10)]
+            got = [bytes(one) async for one in read_blocks(stores, wanted, timeout_seconds=30)]
         shown = metrics(tmp_path)
     assert [payload(n, 30_000) for n in numbers] == got
     assert (0.0, True) == (shown["read_blocks_total"], shown["local_opens_total"] >= 1)

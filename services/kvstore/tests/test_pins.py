@@ -37,14 +37,14 @@ async def stores(folder, *, left_out=()):
 
 
 async def num_pinned(channels) -> int:
-    stats = [await KvstoreStub(channel).GetStats(GetStatsRequest(), timeout=5) for channel in channels.values()]
+    stats = [await KvstoreStub(channel).GetStats(GetStatsRequest(), timeout=30) for channel in channels.values()]
     return sum(one.num_pinned for one in stats)
 
 
 async def test_every_block_is_pinned_where_it_is(tmp_path):
     """And released again: a part of them, or the whole session."""
     async with stores(tmp_path) as channels:
-        found = await pin(channels, SESSION, seconds=5)
+        found = await pin(channels, SESSION, seconds=30)
         assert (NUM_BLOCKS, None) == (found.num_pinned, found.first_missing)
         assert NUM_BLOCKS == await num_pinned(channels)
         assert 2 == await release(channels, "s", "acme", [key(0), key(NUM_BLOCKS - 1)], seconds=5)
@@ -56,7 +56,7 @@ async def test_every_block_is_pinned_where_it_is(tmp_path):
 async def test_a_block_that_is_missing_anywhere_leaves_nothing_pinned(tmp_path):
     """The first such block is named; what the other replicas pinned is released."""
     async with stores(tmp_path, left_out=(70, 100)) as channels:
-        assert Pinned(0, first_missing=70) == await pin(channels, SESSION, seconds=5)
+        assert Pinned(0, first_missing=70) == await pin(channels, SESSION, seconds=30)
         assert 0 == await num_pinned(channels)
 
 
@@ -68,7 +68,7 @@ async def test_a_replica_that_is_away_leaves_nothing_pinned(tmp_path):
         with pytest.raises(NoReplica, match=max(names)):
             await pin(away, SESSION, seconds=2)
         assert 0 == await num_pinned(channels)
-        await pin(channels, SESSION, seconds=5)
+        await pin(channels, SESSION, seconds=30)
         with pytest.raises(NoReplica, match=max(names)):
             await release(away, "s", "acme", [], seconds=2)
         assert 0 < await num_pinned(channels) < NUM_BLOCKS

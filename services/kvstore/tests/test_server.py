@@ -59,7 +59,7 @@ async def test_a_flipped_byte_is_a_miss_and_counted(tmp_path: Path) -> None:
         flip(segments(tmp_path)[0], 3 * 4096 + 4096 + 10)
         assert [payload(0)] == [chunk.data for chunk in await read(stub, range(3))]
         assert 1 == await lookup(stub, range(3))
-        stats = await stub.GetStats(GetStatsRequest(), timeout=5)
+        stats = await stub.GetStats(GetStatsRequest(), timeout=30)
 
     assert (2, 1, 1, 64 << 20) == (stats.num_blocks, stats.num_damaged, stats.num_segments, stats.max_bytes)
 
@@ -92,10 +92,10 @@ async def test_interleaved_or_jumping_pieces_are_refused(tmp_path: Path) -> None
         first = list(chunks(0, BIG))
         for second in (next(chunks(1)), BlockChunk(block_key=key(0), offset_bytes=PIECE + 1, data=b"x")):
             with pytest.raises(InvalidRequest):
-                await stub.Write(iter([first[0], second]), timeout=5)
+                await stub.Write(iter([first[0], second]), timeout=30)
         with pytest.raises(InvalidRequest, match="within the block"):
             await stub.Write(
-                iter([first[0], BlockChunk(block_key=key(0), offset_bytes=PIECE, data=bytes(PIECE))]), timeout=5
+                iter([first[0], BlockChunk(block_key=key(0), offset_bytes=PIECE, data=bytes(PIECE))]), timeout=30
             )
         assert 0 == await lookup(stub, range(2))
 
@@ -109,7 +109,7 @@ async def test_bad_keys_are_refused_by_name(tmp_path: Path) -> None:
             (LookupRequest(block_keys=[key(1)] * 8193, fingerprint=FINGERPRINT), "block_keys"),
         ):
             with pytest.raises(InvalidRequest) as caught:
-                await stub.Lookup(request, timeout=5)
+                await stub.Lookup(request, timeout=30)
             assert field == caught.value.field
         with pytest.raises(InvalidRequest):
             await read(stub, range(1), b"x")
@@ -142,11 +142,11 @@ async def test_a_reader_that_goes_away_leaves_no_pin(tmp_path: Path) -> None:
     """Cancelled reads do not keep segments on disk for ever, and others go on."""
     async with kvstore(tmp_path, max_bytes=16 << 20) as stub:
         await write(stub, *(chunks(n, BIG) for n in range(4)))
-        call = stub.Read(ReadRequest(block_keys=[key(n) for n in range(4)], fingerprint=FINGERPRINT), timeout=10)
+        call = stub.Read(ReadRequest(block_keys=[key(n) for n in range(4)], fingerprint=FINGERPRINT), timeout=30)
         await call.read()
         call.cancel()
         await write(stub, *(chunks(100 + n, BIG) for n in range(6)))
-        stats = await stub.GetStats(GetStatsRequest(), timeout=5)
+        stats = await stub.GetStats(GetStatsRequest(), timeout=30)
 
     assert stats.num_evicted >= 4
     assert stats.disk_bytes <= stats.max_bytes

@@ -85,13 +85,13 @@ async def test_a_writer_that_goes_away_does_not_take_the_block_with_it(tmp_path:
     """Once handed to the disk a block is stored, also when the calls that brought it are cancelled."""
     store = await open_store(tmp_path)
     first, second = asyncio.create_task(store.write(block(1))), asyncio.create_task(store.write(block(1)))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not store._in_flight:  # noqa: ASYNC110 - the moment between two steps of write()
             await asyncio.sleep(0)
     first.cancel()
     second.cancel()
 
-    assert await asyncio.wait_for(store.write(block(1)), 5) is Outcome.DUPLICATE
+    assert await asyncio.wait_for(store.write(block(1)), 30) is Outcome.DUPLICATE
     assert [payload(1)] == await read_all(store, [1])
     await store.close()
 
@@ -155,7 +155,7 @@ async def test_eviction_never_pulls_a_segment_from_under_a_reader(tmp_path: Path
         for number in range(0, 80, 4):
             await asyncio.gather(*(store.write(block(number + n, 30_000)) for n in range(4)))
 
-    await asyncio.wait_for(asyncio.gather(writer(), *(reader() for _ in range(4))), 20)
+    await asyncio.wait_for(asyncio.gather(writer(), *(reader() for _ in range(4))), 60)
     await asyncio.sleep(0)
     assert [] == wrong
     assert 0 == store.counts.damaged_blocks

@@ -139,7 +139,7 @@ async def test_a_store_that_comes_back_gets_what_waited(tmp_path):
         tier.sealed(sealed_segment(tmp_path, range(3)))
         await eventually(lambda: tier.uploads.counts.retries)
         blocked.unlink()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await tier.uploads.flush()
 
     assert 3 == tier.uploads.counts.blocks

@@ -233,7 +233,7 @@ async def test_load_counts_what_is_here(rig):
     """Idle, everything is zero but the cached blocks."""
     await rig.serve(request("load", 3 * BLOCK))
     await rig.idle()
-    load = await rig.stub.GetLoad(GetPrefillLoadRequest(), timeout=5)
+    load = await rig.stub.GetLoad(GetPrefillLoadRequest(), timeout=30)
 
     assert (40, 0, 3) == (load.total_blocks, load.used_blocks, load.cached_blocks)
     assert (0, 0, 0) == (load.queued_sequences, load.running_sequences, load.queued_tokens)

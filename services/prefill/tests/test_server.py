@@ -29,7 +29,7 @@ async def test_the_service_starts_serves_and_stops(folder):
     async with running(settings, build) as service:
         assert service.is_ready
         stub: Any = PrefillStub(service.channel(service.address))
-        load_now = await stub.GetLoad(GetPrefillLoadRequest(), timeout=5)
+        load_now = await stub.GetLoad(GetPrefillLoadRequest(), timeout=30)
         page = generate_latest(service.metrics).decode()
 
         assert ((1 << 20) // 32768 - 1, 0) == (load_now.total_blocks, load_now.used_blocks)

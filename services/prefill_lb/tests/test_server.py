@@ -139,21 +139,21 @@ async def test_a_whole_balancer_learns_of_replicas_and_loads_from_nats():
                 state=REPLICA_STATE_READY, total_blocks=1000,
             )  # fmt: skip
             registry.register(record)
-        await service.registry.watch("prefill").wait_for(2, 8.0)
+        await service.registry.watch("prefill").wait_for(2, 30)
         report = LoadReport(service="prefill", replica="a", boot_id="boot-a", queued_tokens=5000)
         async with open_channel(service.address) as channel:
             stub = PrefillLbStub(channel)
             picked = []
             for number in range(100):
                 await buses[0].publish_load(report)
-                reply = await stub.Pick(ask(number), timeout=2)
-                await stub.Release(PrefillReleaseRequest(booking_id=reply.booking_id), timeout=2)
+                reply = await stub.Pick(ask(number), timeout=30)
+                await stub.Release(PrefillReleaseRequest(booking_id=reply.booking_id), timeout=30)
                 picked.append(reply.replica)
                 if reply.replica == "b":
                     break
                 await asyncio.sleep(0.02)
             with pytest.raises(NoReplica):
-                await stub.Pick(ask(fingerprint=b"o" * 32), timeout=2)
+                await stub.Pick(ask(fingerprint=b"o" * 32), timeout=30)
         for registry, bus in zip(registries, buses, strict=True):
             await registry.close()
             await bus.close()

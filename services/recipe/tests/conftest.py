@@ -9,11 +9,22 @@ import pytest_asyncio
 from tokenizers import Tokenizer
 
 from proto.common_pb2 import ModelCard
+from services.recipe.response_store import ResponseStore
 from services.recipe.tests.deepseek import write_folder
 from services.recipe.tests.response_rig import empty_database, private_postgresql
 from services.recipe.tests.running import Running, Starter, serve_recipe
 from services.recipe.tests.tiny import CHATML, make_tokenizer
 from services.recipe.tokenizer import PromptTokenizer
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _patient_stores() -> Iterator[None]:
+    """Stores wait longer than the five seconds after which a client is told: a disk of a busy machine stands still."""
+    defaults = ResponseStore.__init__.__kwdefaults__
+    assert defaults is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(defaults, "query_seconds", 30.0)
+        yield
 
 
 @pytest.fixture(scope="session")

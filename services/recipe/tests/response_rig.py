@@ -114,7 +114,7 @@ def work_as_owner(state_url: str, num_events: int) -> None:
 
 
 async def _generate(state_url: str, num_events: int) -> None:
-    store = ResponseStore(state_url)
+    store = ResponseStore(state_url, query_seconds=30)
     stored = response(status="in_progress", owner="boot-of-another", keeps_events=True)
     await store.add(stored)
     status: Status = "completed"

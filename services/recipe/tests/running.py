@@ -18,8 +18,8 @@ from services.recipe.config import RecipeSettings
 from services.recipe.server import build
 from services.recipe.tests.scripted import Script, ScriptedEntrypoint
 
-_PATIENCE_SECONDS = 30
-"""Of clients: a disk that stands still holds up the store of responses for five seconds a write."""
+_PATIENCE_SECONDS = 60
+"""Of clients: a disk that stands still holds up the store of responses, in tests for up to half a minute."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Running:
         self.entrypoint.submitted.clear()
         self.entrypoint.cancelled.clear()
 
-    async def until(self, is_so: Callable[[], bool], seconds: float = 15.0) -> None:
+    async def until(self, is_so: Callable[[], bool], seconds: float = 30.0) -> None:
         """Wait for something that happens on the other side."""
         async with asyncio.timeout(seconds):
             while not is_so():  # noqa: ASYNC110 - what is waited for lies in another task's hands

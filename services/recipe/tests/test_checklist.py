@@ -201,7 +201,7 @@ async def test_metrics_are_not_public(deep: Running) -> None:
     """Case 70: they are on a port of their own, with what the public one served."""
     deep.play(answering("</think>ok"))
     await deep.post("/v1/chat/completions", {"model": "deep", "messages": [{"role": "user", "content": "hello"}]})
-    async with httpx.AsyncClient(base_url=f"http://{deep.service.metrics_address}") as metrics:
+    async with httpx.AsyncClient(base_url=f"http://{deep.service.metrics_address}", timeout=30) as metrics:
         page = (await metrics.get("/metrics")).text
 
     assert 404 == (await deep.http.get("/metrics")).status_code

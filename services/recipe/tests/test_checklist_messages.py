@@ -39,7 +39,7 @@ CALLING = "hm\n</think>\nlet me look" + block_of(
 
 @pytest_asyncio.fixture
 async def claude(deep: Running) -> AsyncIterator[anthropic.AsyncAnthropic]:
-    async with anthropic.AsyncAnthropic(base_url=deep.url, api_key="none", max_retries=0, timeout=10) as client:
+    async with anthropic.AsyncAnthropic(base_url=deep.url, api_key="none", max_retries=0, timeout=30) as client:
         yield client
 
 

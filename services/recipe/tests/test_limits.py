@@ -116,7 +116,7 @@ async def connected(recipe: Running, *, limit: int = 1 << 16) -> AsyncIterator[t
     bare.connect((host, int(port)))
     reader, writer = await asyncio.open_connection(sock=bare, limit=limit)
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             yield reader, writer
     finally:
         writer.close()

@@ -84,8 +84,8 @@ async def test_any_replica_will_do(tmp_path: Path, state_url: str) -> None:
         serve_recipe(script, folder, card=CARD, state_url=state_url) as one,
         serve_recipe(script, folder, card=CARD, state_url=state_url) as other,
         round_robin([one.url, other.url]) as (url, went),
-        httpx.AsyncClient(headers={"connection": "close"}) as plain,
-        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30, default_headers={"connection": "close"}) as sdk,
+        httpx.AsyncClient(headers={"connection": "close"}, timeout=60) as plain,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60, default_headers={"connection": "close"}) as sdk,
     ):  # fmt: skip
         asked: dict[str, Any] = {"model": "deep", "input": "hello", "background": True}
         queued = await sdk.responses.create(**asked)

@@ -127,7 +127,7 @@ async def test_drain_lets_running_answers_finish(serving: Starter) -> None:
             lines = response.aiter_text()
             await anext(lines)
             stopping = asyncio.create_task(recipe.service.shut_down())
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 while not await refuses(recipe.url):  # noqa: ASYNC110 - the listener closes a moment later
                     await asyncio.sleep(0.01)
             rest = "".join([text async for text in lines])
