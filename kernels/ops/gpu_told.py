@@ -106,12 +106,16 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """The compressed entries that tokens complete, as in `tokens.Entries`."""
+    """The compressed entries that tokens complete, one for each token that might."""
 
     sources: Tensor
+    """[tokens, ratio] int64, as `compress_entries` takes them."""
     blocks: Tensor
+    """[tokens] int64; -1 where none is completed, or it is shared already."""
     places: Tensor
+    """[tokens] int64, in their blocks."""
     turn: tuple[Tensor, Tensor]
+    """Cosine and sine of their first positions, [tokens, pairs] fp32 each."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -180,9 +180,8 @@ class ExpertLoader:
                 data = part.data.new_empty(experts, *part.data.shape[1:])
                 scale = part.scale.new_empty(experts if len(part.scale) else 0, *part.scale.shape[1:])
                 made = Weights(part.format, data, scale, part.size)
-            both = (made.data[own], part.data), (made.scale[own], part.scale)
-            for place, rows in both[: 1 + bool(len(part.scale))]:
+            for whole, rows in (made.data, part.data), (made.scale, part.scale):
                 seen = alternating(rows) if interleaves else rows
-                place.view(seen.shape).copy_(seen)
+                whole[own].view(seen.shape).copy_(seen)  # scales of bf16 are none, in either
         assert made is not None, "a GPU has one expert at least"
         return made
