@@ -315,8 +315,8 @@ class Groups:
                 copy()
 
 
-BROUGHT: list[tuple[int, int]] = []
-"""What programs asked for to be in the L2: addresses, and how many bytes from there on."""
+BROUGHT: list[tuple[int, int, int]] = []
+"""What was asked for to be in the L2: an address, how many bytes from there on, and the program that asked."""
 
 
 class Machine:
@@ -365,7 +365,8 @@ class Machine:
         assert not (sizes[asked] % 16).any()
         list(self._places(Pointer(at.address, torch.uint8), asked))
         list(self._places(Pointer(at.address + sizes - 1, torch.uint8), asked))
-        BROUGHT.extend(zip(at.address[asked].tolist(), sizes[asked].tolist(), strict=True))
+        pieces = zip(at.address[asked].tolist(), sizes[asked].tolist(), strict=True)
+        BROUGHT.extend((*piece, self._program[0]) for piece in pieces)
 
     def multiply(self, a, b, acc, *, use_acc=True, is_async):
         assert is_async

@@ -12,10 +12,10 @@ from kernels.tests import gluon_alone
 from kernels.tests.gluon_alone import Launcher
 
 
-def brought_whole(asked: list[tuple[int, int]], data: Tensor) -> bool:
+def brought_whole(asked: list[tuple[int, int, int]], data: Tensor) -> bool:
     """Whether these pieces are the data's whole sixteens, each once."""
     reached = data.data_ptr()
-    for at, size in sorted(asked):
+    for at, size, _ in sorted(asked):
         if at != reached:
             return False
         reached += size

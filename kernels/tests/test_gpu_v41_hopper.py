@@ -77,6 +77,7 @@ def test_a_token_attends_as_by_the_twin(
             given = {"scale": HEAD**-0.5, "span": gpu_sparse_hopper.SPAN, "brings": brought}
             restated = attend_groups(*arguments, groups, **given)
             assert brought_whole(gluon_alone.BROUGHT, brought)
+            assert {3, 4} == {program for *_, program in gluon_alone.BROUGHT}  # of five, three run at once
             plain = span_rows(got.bfloat16().view(count * 2, -1), groups.sources, span=gpu_sparse_hopper.SPAN)
             assert torch.equal(plain.scale, restated.scale)
             assert torch.equal(plain.data.view(torch.uint8), restated.data.view(torch.uint8))

@@ -87,6 +87,7 @@ def test_a_request_whose_end_was_lost_does_not_run_for_ever() -> None:
         (running,) = newest([spans], 20, now=heard + silence - 1)
         (lost,) = newest([spans], 20, now=heard + silence)
         assert ("running", "incomplete") == (running.outcome, lost.outcome)
+        assert (silence == 5, False) == (running.is_closing, lost.is_closing)
         assert heard - min(each.started for each in spans) == pytest.approx(lost.total_seconds)
 
 
