@@ -20,6 +20,8 @@ from services.chassis.testing import free_port
 ACCESS_KEY, SECRET_KEY = "fathom", "fathom-secret"
 BUCKET = "fathom"
 START_SECONDS = 60.0
+START_TRIES = 5
+"""A port that was free may be taken before a server of eight has opened it."""
 
 
 @dataclass(frozen=True)
@@ -48,26 +50,35 @@ def seaweedfs(folder: Path) -> Iterator[Seaweedfs]:
     credentials = [{"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}]
     actions = ["Admin", "Read", "Write", "List"]
     config.write_text(json.dumps({"identities": [{"name": "t", "credentials": credentials, "actions": actions}]}))
+    log = folder / "weed.log"
+    for _ in range(START_TRIES):
+        port, process = _begin(weed, folder, config, log)
+        try:
+            if not _answers(process, port, log):
+                continue
+            server = Seaweedfs(port)
+            _make_bucket(server)
+            yield server
+            return
+        finally:
+            process.kill()  # it takes its time over a SIGTERM, and nothing in the folder is kept
+            process.wait()
+    raise AssertionError(f"ended {START_TRIES} times: {log.read_text()[-3000:]}")
+
+
+def _begin(weed: str, folder: Path, config: Path, log: Path) -> tuple[int, subprocess.Popen[bytes]]:
+    """Return the S3 port of a server that is being started; without the catalogs, which it opens when S3 answers."""
     port = free_port()
     roles = ("master", "volume", "filer")
     command = [
         *(weed, "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-s3", f"-s3.config={config}"),
-        *(f"-s3.port={port}", f"-s3.port.grpc={free_port()}", f"-s3.port.iceberg={free_port()}", "-s3.port.lance=0"),
+        *(f"-s3.port={port}", f"-s3.port.grpc={free_port()}", "-s3.port.iceberg=0", "-s3.port.lance=0"),
         *(f"-{role}.port={free_port()}" for role in roles),
         *(f"-{role}.port.grpc={free_port()}" for role in roles),
         *("-volume.max=20", "-master.volumeSizeLimitMB=64", f"-filer.localSocket={folder}/filer.sock"),
     ]
-    log = folder / "weed.log"
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, cwd=folder)
-    try:
-        _wait(process, port, log)
-        server = Seaweedfs(port)
-        _make_bucket(server)
-        yield server
-    finally:
-        process.kill()  # it takes its time over a SIGTERM, and nothing in the folder is kept
-        process.wait()
+        return port, subprocess.Popen(command, stdout=output, stderr=output, cwd=folder)
 
 
 def _make_bucket(server: Seaweedfs) -> None:
@@ -80,14 +91,15 @@ def _make_bucket(server: Seaweedfs) -> None:
     obstore.put(store, "made", b"")
 
 
-def _wait(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+def _answers(process: subprocess.Popen[bytes], port: int, log: Path) -> bool:
+    """Wait until it answers; False where it has ended: one of its ports was somebody else's by then."""
     give_up = time.monotonic() + START_SECONDS
-    while True:
+    while process.poll() is None:
         with contextlib.suppress(OSError, http.client.HTTPException):
             connection = http.client.HTTPConnection("127.0.0.1", port, timeout=2)
             connection.request("GET", "/")
             connection.getresponse().read()
-            return
-        assert process.poll() is None, log.read_text()[-3000:]
+            return process.poll() is None  # and no other that has this port
         assert time.monotonic() < give_up, f"no S3 API after {START_SECONDS} s: {log.read_text()[-3000:]}"
         time.sleep(0.1)
+    return False
